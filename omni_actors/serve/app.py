@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from omni_actors.errors import RequestError
@@ -34,6 +34,7 @@ from omni_actors.serve.routes import (
     embeddings,
     images,
     live_state,
+    realtime,
     speech,
     status,
     tokens,
@@ -138,14 +139,19 @@ def build(
     calls = {*CALL_ROUTES, *operations}
 
     def admit(path: str) -> AdmissionTicket | None:
-        if path not in MODEL_ROUTES and path not in calls:
+        if path not in MODEL_ROUTES and path not in calls and path != realtime.PATH:
             return None
         if not has_loaded():
             message = "the model is loading; see /health"
             raise HTTPError(503, message, code="loading", retry_after_s=LOADING_RETRY_S)
+        if path == realtime.PATH:
+            return None
         return admission.admit(needs_place=path in MODEL_ROUTES)
 
-    app = _starlette(operations)
+    sessions = realtime.Realtime(system, settings)
+    gauge = Gauge("omni_realtime_sessions", "Sessions of the realtime API", registry=system.metrics.registry)
+    gauge.set_function(lambda: sessions.count)
+    app = _starlette(operations, sessions)
     app.state.openapi = document(_described(operations), has_key=settings.api_key is not None)
     app.state.system, app.state.media, app.state.is_draining = system, media, is_draining
     app.state.state_feed = StateFeed(system.live_state, is_draining)
@@ -156,7 +162,8 @@ def build(
         api_key=settings.api_key,
         max_body_bytes=settings.max_body_bytes,
         public=PUBLIC,
-        routes={*MODEL_ROUTES, *STATUS_ROUTES, *calls},
+        routes={*MODEL_ROUTES, *STATUS_ROUTES, *calls, realtime.PATH},
+        websockets={realtime.PATH},
         admit=admit,
     )
     traced: ASGIApp = TraceContext(gate) if system.is_tracing_enabled else gate
@@ -186,7 +193,7 @@ def _described(operations: Mapping[str, admin.Operation]) -> dict[str, Operation
     return described
 
 
-def _starlette(operations: Mapping[str, admin.Operation]) -> Starlette:
+def _starlette(operations: Mapping[str, admin.Operation], sessions: realtime.Realtime) -> Starlette:
     """Return the application without its gate: the routes, and the response to each kind of exception."""
     routes = [Route(path, route.handler, methods=["POST"]) for path, route in (MODEL_ROUTES | CALL_ROUTES).items()]
     for path, (handler, _) in STATUS_ROUTES.items():
@@ -194,8 +201,9 @@ def _starlette(operations: Mapping[str, admin.Operation]) -> Starlette:
         routes.append(Route(path.replace("{model}", "{model:path}"), handler, methods=["GET"]))
     for path, each in operations.items():
         routes.append(Route(path, admin.handler(each), methods=[each.http_method]))
+    upgrade = Route(realtime.PATH, realtime.upgrade_required, methods=["GET"])
     app = Starlette(
-        routes=routes,
+        routes=[*routes, upgrade, WebSocketRoute(realtime.PATH, sessions.serve)],
         exception_handlers={
             HTTPError: lambda _, error: error.response(),
             RequestError: lambda _, error: to_http_error(error).response(),

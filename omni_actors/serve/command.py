@@ -50,6 +50,11 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
     help="The key that clients must send. Without one, the server checks no key. Surrounding white space is removed.",
 )
 @_setting("--max-body-bytes", AT_LEAST_1, "Limit of a request's body and the files that its URLs name.")
+@_setting("--max-event-bytes", AT_LEAST_1, "Limit of one event that a client sends over a WebSocket.")
+@_setting("--max-sessions", AT_LEAST_1, "Limit of realtime sessions.")
+@_setting("--session-s", click.FloatRange(min=0, min_open=True), "Longest realtime session, in seconds.")
+@_setting("--session-items", AT_LEAST_1, "Limit of the items of a realtime conversation.")
+@_setting("--session-bytes", AT_LEAST_1, "Limit of the text and the recordings of a realtime conversation.")
 @_allow(
     "--allow-media-domain", "media_domains", "Fetch images and videos at URLs of this host.", metavar="DOMAIN[:PORT]"
 )

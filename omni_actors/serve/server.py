@@ -161,6 +161,7 @@ class _Server:
                 max_connections=max_connections,
                 max_per_address=self._settings.max_connections_per_address,
                 max_body_bytes=self._settings.max_body_bytes,
+                max_message_bytes=self._settings.max_event_bytes,
             )
             self._report(ServerListening(url=url, pipeline=self._system.pipeline.name))
             end_requests = partial(self._system.abort_all, "the server is shutting down")

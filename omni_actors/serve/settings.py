@@ -25,6 +25,10 @@ class ServerSettings:
         host, port: the address to listen on. Port 0: a free port.
         api_key: the key that clients must send. None: no key.
         max_body_bytes: the limit of a request's body and the files that its URLs name.
+        max_event_bytes: the limit of one event that a client sends over a WebSocket.
+        max_sessions: the limit of realtime sessions.
+        session_s: the longest realtime session, in seconds.
+        session_items, session_bytes: the most items of a session's conversation, and bytes of text and recordings.
         allow_origins: the origins whose web pages may use the server; "*": all.
         allow_credentials: whether pages of these origins may send cookies and certificates.
         allow_hosts: the accepted values of the header Host, without a port. Empty: all.
@@ -45,6 +49,11 @@ class ServerSettings:
     port: int = 8091
     api_key: str | None = None
     max_body_bytes: int = 32 * 1024 * 1024
+    max_event_bytes: int = 4 * 1024 * 1024
+    max_sessions: int = 64
+    session_s: float = 3600.0
+    session_items: int = 1000
+    session_bytes: int = 16 * 1024 * 1024
     allow_origins: Collection[str] = ()
     allow_credentials: bool = False
     allow_hosts: Collection[str] = ()

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from omni_actors.serve.http.listener import HTTPListener
 
-MAX_BODY_BYTES = 1 << 30
+MAX_BODY_BYTES, MAX_MESSAGE_BYTES = 1 << 30, 1 << 20
 GET = b"GET /now HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /body HTTP/1.1\r\nHost: x\r\n"
 
@@ -25,14 +25,21 @@ class App:
 
     /stream sends an event at once, and the rest once ``may_end`` is set. /complete sends all bytes of its answer, and
     ends it once ``may_end`` is set.
+
+    Of WebSockets, /echo sends each message back and closes with 4000 at "close"; /closed refuses, /denied answers with
+    403 and a body, /bug raises, /quiet never receives. ``disconnects`` has the codes with which they ended.
     """
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
+        self.disconnects: list[int] = []
         self.may_end, self.started, self.cancelled = trio.Event(), trio.Event(), trio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
+        if scope["type"] == "websocket":
+            await self._talk(scope["path"], receive, send)
+            return
         if scope["path"] == "/early":
             await answer(send, b"early", status=401)
             return
@@ -59,6 +66,29 @@ class App:
                 await self._slowly(scope["path"], send)
             case _:
                 await answer(send, scope["path"].encode(), status=404)
+
+    async def _talk(self, path: str, receive: Receive, send: Send) -> None:
+        assert await receive() == {"type": "websocket.connect"}
+        if path == "/closed":
+            await send({"type": "websocket.close"})
+            return
+        if path == "/denied":
+            await send({"type": "websocket.http.response.start", "status": 429, "headers": []})
+            await send({"type": "websocket.http.response.body", "body": b"not now"})
+            return
+        await send({"type": "websocket.accept", "subprotocol": None})
+        self.started.set()
+        if path == "/quiet":
+            await trio.sleep_forever()
+        if path == "/bug":
+            raise ValueError("an app's bug")
+        while (message := await receive())["type"] == "websocket.receive":
+            if message.get("text") == "close":
+                await send({"type": "websocket.close", "code": 4000, "reason": "asked"})
+            else:
+                with contextlib.suppress(OSError):
+                    await send({**message, "type": "websocket.send"})
+        self.disconnects.append(message["code"])
 
     async def _slowly(self, path: str, send: Send) -> None:
         try:
@@ -128,6 +158,7 @@ async def listening(drain_s: float = 0.1) -> AsyncIterator[Server]:
             with socket.create_server(("127.0.0.1", 0)) as sock:
                 running = Server(App(), sock.getsockname(), trio.Event())
                 limits = {"max_connections": 4, "max_per_address": 3, "max_body_bytes": MAX_BODY_BYTES}
+                limits["max_message_bytes"] = MAX_MESSAGE_BYTES
                 listener = HTTPListener(sock, running.app, running.registry, **limits)
                 nursery.start_soon(listener.run, running.stop, drain_s, running.requests_were_ended.set)
                 yield running

@@ -6,6 +6,8 @@ Rules
 2. The gate reads a body completely before the handler starts, and counts it while it arrives. If no handler reads the
    body, the gate does not keep it. The gate keeps no reference to a body that its handler has taken.
 3. A refusal is sent at once. The connection discards the rest of the body (``BufferedSocket.linger``).
+4. A WebSocket is refused as an HTTP request is, with a status. Browsers cannot send the key in a header, so a client
+   may send it as the subprotocol ``openai-insecure-api-key.KEY``.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
-from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.http.errors import HTTPError, quote_value
 
 BODY_TIMEOUT_S = 60.0
 """From the head to the end of the body. No byte in between extends it."""
+KEY_SUBPROTOCOL = "openai-insecure-api-key."
+"""The beginning of the subprotocol by which a browser sends the key."""
 
 
 class RequestGate:
@@ -34,6 +38,7 @@ class RequestGate:
         max_body_bytes: the limit of a request's body.
         public: the paths that need no key.
         routes: the paths that have a label of their own in the counter.
+        websockets: the paths of WebSockets.
         admit: admits a request, by its path, and returns its ticket; None if no handler reads a body. Raises HTTPError.
     """
 
@@ -46,10 +51,11 @@ class RequestGate:
         max_body_bytes: int,
         public: Collection[str],
         routes: Collection[str],
+        websockets: Collection[str],
         admit: Callable[[str], AdmissionTicket | None],
     ) -> None:
         self._app, self._key, self._max_body_bytes = app, api_key, max_body_bytes
-        self._public, self._routes, self._admit = public, routes, admit
+        self._public, self._routes, self._websockets, self._admit = public, routes, websockets, admit
         self._responses = Counter("omni_http_answers", "HTTP responses started", ["path", "status"], registry=registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,14 +71,18 @@ class RequestGate:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
 
         async def counting_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            status = message.get("status", 101 if message["type"] == "websocket.accept" else None)
+            if status is not None:
                 if ticket is not None:
                     ticket.release()  # before the client has its response and sends the next request
-                self._responses.labels(label, str(message["status"])).inc()
+                self._responses.labels(label, str(status)).inc()
             await send(message)
 
         try:
             self._check_key(scope)
+            if scope["type"] == "websocket":
+                await self._open_websocket(scope, receive, counting_send)
+                return
             ticket = scope[SCOPE_KEY] = self._admit(path)
             unread.append(await self._read(scope, receive, ticket))
             if ticket is not None:
@@ -84,9 +94,19 @@ class RequestGate:
             if ticket is not None:
                 ticket.release()
 
+    async def _open_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises HTTPError 404, and as ``admit`` does."""
+        if scope["path"] not in self._websockets:
+            message = f"there is no WebSocket at {quote_value(scope['path'])}"
+            raise HTTPError(404, message, code="unknown_url")
+        self._admit(scope["path"])
+        await self._app(scope, receive, send)
+
     def _check_key(self, scope: Scope) -> None:
         """Raises HTTPError 401."""
         if scope["path"] in self._public or has_valid_key(scope["headers"], self._key):
+            return
+        if any(is_key_subprotocol(each, self._key) for each in scope.get("subprotocols", ())):
             return
         message = "a valid API key is required: send it as 'Authorization: Bearer KEY'"
         raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
@@ -124,6 +144,12 @@ def has_valid_key(headers: Iterable[tuple[bytes, bytes]], key: str | None) -> bo
     given = next((value for name, value in headers if name.lower() == b"authorization"), b"")
     scheme, _, token = given.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key.encode())  # in constant time
+
+
+def is_key_subprotocol(subprotocol: str, key: str | None) -> bool:
+    """Return whether a subprotocol carries ``key``."""
+    given = subprotocol.removeprefix(KEY_SUBPROTOCOL)
+    return key is not None and given != subprotocol and hmac.compare_digest(given.encode(), key.encode())
 
 
 def _declared_bytes(scope: Scope) -> int:

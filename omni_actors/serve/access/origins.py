@@ -60,7 +60,7 @@ class OriginCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http":
+        if scope["type"] in ("http", "websocket"):
             try:
                 self._check(Headers(scope=scope))
             except HTTPError as error:

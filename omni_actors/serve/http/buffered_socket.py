@@ -102,6 +102,11 @@ class BufferedSocket:
                     return sent
         raise ClientDisconnected
 
+    def try_send(self, data: bytes) -> None:
+        """Send what the kernel takes at once. The rest is lost, and so is all of it if the client has disconnected."""
+        with suppress(OSError):
+            os.write(self._socket.fileno(), data)
+
     def check_error(self) -> None:
         """Raises ClientDisconnected if the kernel has a pending error for the socket, such as a reset."""
         if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

@@ -6,9 +6,7 @@ Rules
 2. A head has bounded size, and no control character for which h11 would need quadratic time, before h11 sees it.
 3. A request that is not valid HTTP gets a response with a status and OpenAI's error object. Then the connection closes.
 4. If the client may still be sending its request, the response is followed by a lingering close and not by a reset.
-
-A protocol on top of HTTP, such as WebSocket, would take the socket over here after a 101 response: the socket's buffer
-has the bytes after the request.
+5. A request for a WebSocket is the last one of its connection.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from starlette.types import ASGIApp
 from omni_actors.serve.http.buffered_socket import BufferedSocket, ClientDisconnected
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.http.exchange import Exchange
+from omni_actors.serve.http.websocket import WebSocket, asks_for_websocket
 
 HEAD_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 75.0
@@ -39,12 +38,15 @@ log = logging.getLogger("omni_actors.serve")
 class Connection:
     """Serves an ASGI application on one connected socket.
 
-    max_body_bytes: the largest size that a chunk of a request's body may declare. Raises OSError if the socket is not
-    connected any more.
+    max_body_bytes: the largest size that a chunk of a request's body may declare. max_message_bytes: the limit of a
+    message of a WebSocket. Raises OSError if the socket is not connected any more.
     """
 
-    def __init__(self, sock: trio.socket.SocketType, app: ASGIApp, max_body_bytes: int) -> None:
-        self._socket, self._app, self._max_body_bytes = BufferedSocket(sock), app, max_body_bytes
+    def __init__(
+        self, sock: trio.socket.SocketType, app: ASGIApp, *, max_body_bytes: int, max_message_bytes: int
+    ) -> None:
+        self._socket, self._app = BufferedSocket(sock), app
+        self._max_body_bytes, self._max_message_bytes = max_body_bytes, max_message_bytes
         self._idle = trio.CancelScope()
         """The scope of the wait for a request's first byte."""
         self.idle_since: float | None = None
@@ -52,6 +54,7 @@ class Connection:
         self._is_stopping = False
         self._exchange: Exchange | None = None
         """The request in progress, or the previous one."""
+        self._websocket: WebSocket | None = None
 
     @property
     def client(self) -> tuple[str, int]:
@@ -63,9 +66,14 @@ class Connection:
         self._socket.close()
 
     def stop(self) -> None:
-        """Close the connection after the response to the request in progress; at once if there is none."""
+        """Close the connection after the response to the request in progress; at once if there is none.
+
+        The application of a WebSocket is told that the server drains.
+        """
         self._is_stopping, self.idle_since = True, None
         self._idle.cancel()
+        if self._websocket is not None:
+            self._websocket.stop()
         if self._exchange is not None:
             self._exchange.stop()
 
@@ -95,6 +103,10 @@ class Connection:
             exchange = self._exchange = Exchange(
                 self._socket, head, is_last=self._is_stopping, max_chunk_bytes=self._max_body_bytes
             )
+            if asks_for_websocket(exchange.scope):
+                self._websocket = WebSocket(self._socket, exchange, max_message_bytes=self._max_message_bytes)
+                await self._websocket.run(self._app)
+                return
             await exchange.run(self._app)
             if not exchange.may_continue:
                 if exchange.response == "complete" and (self._socket.buffer or not exchange.request_complete):

@@ -67,7 +67,7 @@ class Exchange:
         request = self._h11.next_event()
         assert isinstance(request, h11.Request), "the head is complete"
         _check_request(request)
-        self._scope = _scope(request, sock)
+        self.scope = _scope(request, sock)
         self._is_http_1_0 = request.http_version == b"1.0"
         self._expects_chunk_size = _has_header(request, b"transfer-encoding")
         self._piece_bytes = CHUNKED_BYTES if self._expects_chunk_size else PIECE_BYTES
@@ -107,6 +107,24 @@ class Exchange:
         """Close the connection after the response, unless the response has begun."""
         self._is_last = True
 
+    @property
+    def is_disconnected(self) -> bool:
+        """Whether the client has disconnected, which cancelled the handler."""
+        return self._is_disconnected
+
+    def handle_in(self, scope: trio.CancelScope) -> None:
+        """Cancel this scope when the client disconnects, in place of what ``run`` would start."""
+        self._handler = scope
+
+    async def switch_protocols(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send "101 Switching Protocols" as the response. The socket's buffer has the bytes after the request.
+
+        Raises ClientDisconnected.
+        """
+        response = h11.InformationalResponse(status_code=101, headers=headers, reason=b"Switching Protocols")
+        self.response = "complete"
+        await self._socket.send(self._h11.send(response))
+
     async def run(self, app: ASGIApp) -> None:
         """Let ``app`` answer the request.
 
@@ -117,7 +135,7 @@ class Exchange:
             self._handler = nursery.cancel_scope
             nursery.start_soon(self._watch)
             try:
-                await app(self._scope, self.receive, self.send)
+                await app(self.scope, self.receive, self.send)
             except Exception as error:  # noqa: BLE001
                 failure = error  # raised below, outside the nursery's exception group
             nursery.cancel_scope.cancel()

@@ -52,6 +52,7 @@ class HTTPListener:
         max_connections: the limit of connections.
         max_per_address: the limit of connections from one address.
         max_body_bytes: the largest size that a chunk of a request's body may declare.
+        max_message_bytes: the limit of a message of a WebSocket.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class HTTPListener:
         max_connections: int,
         max_per_address: int,
         max_body_bytes: int,
+        max_message_bytes: int,
     ) -> None:
         sock.setblocking(False)
-        self._socket, self._app, self._max_body_bytes = sock, app, max_body_bytes
+        self._socket, self._app = sock, app
+        self._max_body_bytes, self._max_message_bytes = max_body_bytes, max_message_bytes
         self._max_connections, self._max_per_address = max_connections, max_per_address
         self._refused = prometheus_client.Counter(
             "omni_http_refused_connections",
@@ -137,7 +140,12 @@ class HTTPListener:
                     sock.shutdown(socket.SHUT_WR)
                 continue
             try:
-                connection = Connection(trio.socket.from_stdlib_socket(sock), self._app, self._max_body_bytes)
+                connection = Connection(
+                    trio.socket.from_stdlib_socket(sock),
+                    self._app,
+                    max_body_bytes=self._max_body_bytes,
+                    max_message_bytes=self._max_message_bytes,
+                )
             except OSError:  # the client has reset the connection
                 sock.close()
                 continue

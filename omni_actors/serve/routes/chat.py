@@ -46,7 +46,7 @@ async def _start(request: Request) -> tuple[ChatCompletion, Generations]:
     media: MediaLoader = request.app.state.media
     ticket: AdmissionTicket = request.scope[SCOPE_KEY]
     system, body, params = open_body(request, await read_json(request), schemas.ChatRequest)
-    _require_possible(body)
+    require_possible(body)
     params, names = parameters_of(body, params, system.pipeline)
     modalities = _modalities(body, system.pipeline)
     completion = ChatCompletion(body, names, modalities)
@@ -82,7 +82,7 @@ def _modalities(body: schemas.ChatRequest, pipeline: Pipeline) -> tuple[str, ...
     return ("image",) if makes_pictures_only or "text" not in asked else ("text", "image")
 
 
-def _require_possible(body: schemas.ChatRequest) -> None:
+def require_possible(body: schemas.ChatRequest) -> None:
     """Refuse fields that exclude each other. Raises HTTPError."""
     has_audio = "audio" in (body.modalities or ())
     if has_audio and "image" in (body.modalities or ()):

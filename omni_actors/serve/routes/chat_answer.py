@@ -30,7 +30,7 @@ from omni_actors.serve.media.pictures import encoded
 from omni_actors.serve.routes.common import Completion
 
 
-class _Calls:
+class Calls:
     """The calls of tools in the text of one choice."""
 
     def __init__(self, body: schemas.ChatRequest) -> None:
@@ -104,7 +104,7 @@ class ChatCompletion(Completion):
         format = "pcm" if body.audio.format == "pcm16" else body.audio.format
         self.encoder = AudioEncoder(format, streamed=body.stream)
         self._top_logprobs = body.top_logprobs or 0
-        self._calls = [_Calls(body) for _ in range(self.count)]
+        self._calls = [Calls(body) for _ in range(self.count)]
 
     async def convert(self, index: int, output: Output) -> _Addition:
         """Return what an output adds to a choice."""

@@ -55,6 +55,7 @@ class GateFixture:
             max_body_bytes=60,
             public=(),
             routes=(),
+            websockets=(),
             admit=lambda path: self.admission.admit() if path == "/work" else None,
         )
 

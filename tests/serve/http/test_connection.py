@@ -75,14 +75,11 @@ async def test_head_has_no_body_and_http_1_0_no_keep_alive(server: Server) -> No
 
 
 async def test_an_upgrade_is_answered_as_an_ordinary_request(server: Server) -> None:
-    for upgrade in (
-        b"h2c\r\nHTTP2-Settings: \xff?",
-        b"websocket\r\nSec-WebSocket-Protocol: \xe9\r\nSec-WebSocket-Key: x",
-    ):
-        async with await server.connect() as stream:
-            await stream.send_all(b"GET /now HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: " + upgrade)
-            await stream.send_all(b"\r\n\r\n" + GET)
-            assert (await read_answer(stream))[0] == 200
+    upgrade = b"h2c\r\nHTTP2-Settings: \xff?"
+    async with await server.connect() as stream:
+        await stream.send_all(b"GET /now HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: " + upgrade)
+        await stream.send_all(b"\r\n\r\n" + GET)
+        assert (await read_answer(stream))[0] == 200
 
 
 # invalid requests

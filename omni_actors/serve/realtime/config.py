@@ -1,0 +1,208 @@
+"""How a session is configured: the object of ``session.update``, and what a response changes in it.
+
+Rules
+1. An update is merged into the configuration as it was sent, and the result is validated as a whole. So a refused
+   update changes nothing.
+2. A field that has no effect here is accepted with the value that means "none", and refused otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from omni_actors.serve.api.errors import from_validation
+from omni_actors.serve.api.tools import FunctionDefinition, FunctionName, Name, NamedTool, Tool
+from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, ItemReference, Message
+
+MAX_INSTRUCTIONS = 1 << 16
+MAX_TOOLS = 128
+
+Modalities = Annotated[list[Literal["text", "audio"]], Meta(min_length=1, max_length=1)]
+MaxTokens = Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["inf"]
+Instructions = Annotated[str, Meta(max_length=MAX_INSTRUCTIONS)]
+_Short = Annotated[str, Meta(max_length=512)]
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class PCM(_Struct, frozen=True, tag_field="type", tag="audio/pcm"):
+    """16 bits, little-endian, mono."""
+
+    rate: Literal[24000] = 24000
+
+
+class PCMU(_Struct, frozen=True, tag_field="type", tag="audio/pcmu"):
+    """G.711 µ-law, mono, 8 kHz."""
+
+
+class PCMA(_Struct, frozen=True, tag_field="type", tag="audio/pcma"):
+    """G.711 A-law, mono, 8 kHz."""
+
+
+AudioFormat: TypeAlias = PCM | PCMU | PCMA
+
+
+class Transcription(_Struct, frozen=True):
+    """Tell the client what the user says. The pipeline has one transcriber, so ``model`` has no effect."""
+
+    model: _Short | None = None
+    language: _Short | None = None
+    prompt: Literal[""] | None = None
+
+
+class AudioInput(_Struct, frozen=True):
+    format: AudioFormat = PCM()
+    noise_reduction: None = None
+    transcription: Transcription | None = None
+    turn_detection: None = None
+
+
+class VoiceId(_Struct, frozen=True):
+    id: _Short
+
+
+class AudioOutput(_Struct, frozen=True):
+    format: AudioFormat = PCM()
+    voice: _Short | VoiceId | None = None
+    speed: Annotated[float, Meta(ge=0.25, le=1.5)] = 1.0
+
+
+class Audio(_Struct, frozen=True):
+    input: AudioInput = AudioInput()
+    output: AudioOutput = AudioOutput()
+
+
+class FunctionTool(_Struct, frozen=True, tag_field="type", tag="function"):
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class FunctionChoice(_Struct, frozen=True, tag_field="type", tag="function"):
+    name: Name
+
+
+Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | FunctionChoice
+
+
+class SessionConfig(_Struct, frozen=True):
+    """The configuration of a session. output_modalities: "audio" has its transcript."""
+
+    type: Literal["realtime"]
+    model: str
+    output_modalities: Modalities
+    instructions: Instructions = ""
+    audio: Audio = Audio()
+    tools: Tools = []
+    tool_choice: ToolChoice = "auto"
+    max_output_tokens: MaxTokens = "inf"
+    truncation: Literal["auto", "disabled"] = "auto"
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[str], Meta(max_length=0)] | None = None
+    prompt: None = None
+    reasoning: None = None
+    tracing: Any = None
+
+
+class ResponseAudioOutput(_Struct, frozen=True):
+    format: AudioFormat | UnsetType = UNSET
+    voice: _Short | VoiceId | UnsetType = UNSET
+
+
+class ResponseAudio(_Struct, frozen=True):
+    output: ResponseAudioOutput = ResponseAudioOutput()
+
+
+class ResponseParams(_Struct, frozen=True):
+    """What a response changes in the session's configuration, for itself.
+
+    conversation: "none" keeps the response out of the conversation. input: replaces the conversation as its input.
+    """
+
+    conversation: Literal["auto", "none"] = "auto"
+    input: Annotated[list[Message | FunctionCall | FunctionCallOutput | ItemReference], Meta(max_length=256)] | None = (
+        None
+    )
+    metadata: Annotated[dict[_Short, _Short], Meta(max_length=16)] | None = None
+    output_modalities: Modalities | UnsetType = UNSET
+    instructions: Instructions | UnsetType = UNSET
+    audio: ResponseAudio = ResponseAudio()
+    tools: Tools | UnsetType = UNSET
+    tool_choice: ToolChoice | UnsetType = UNSET
+    max_output_tokens: MaxTokens | UnsetType = UNSET
+    parallel_tool_calls: bool | UnsetType | None = UNSET
+    prompt: None = None
+    reasoning: None = None
+
+    def applied_to(self, config: SessionConfig) -> SessionConfig:
+        """Return the configuration of this response."""
+        names = (
+            *("output_modalities", "instructions", "tools", "tool_choice", "max_output_tokens"),
+            "parallel_tool_calls",
+        )
+        changes = {name: value for name in names if (value := getattr(self, name)) is not UNSET}
+        asked = self.audio.output
+        output = {name: value for name in ("format", "voice") if (value := getattr(asked, name)) is not UNSET}
+        replaced = msgspec.structs.replace(config.audio.output, **output)
+        audio = msgspec.structs.replace(config.audio, output=replaced)
+        return msgspec.structs.replace(config, audio=audio, **changes)
+
+
+def updated(config: SessionConfig, update: Mapping[str, Any]) -> SessionConfig:
+    """Return the configuration after an update. Raises HTTPError."""
+    return convert(_merged(to_wire(config), update), SessionConfig, "session")
+
+
+_T = TypeVar("_T")
+
+
+def convert(given: Any, type: type[_T], place: str) -> _T:
+    """Return a client's value as ``type``. place: its name in an error. Raises HTTPError."""
+    try:
+        return msgspec.convert(given, type)
+    except msgspec.ValidationError as error:
+        refusal = from_validation(error, lambda _: ())
+        param = ".".join(filter(None, (place, refusal.param)))
+        message = refusal.message if refusal.param else f"{place}: {refusal.message}" if place else refusal.message
+        raise type_of_refusal(refusal, message, param) from error
+
+
+def type_of_refusal(refusal: Any, message: str, param: str) -> Any:
+    """Return a refusal about ``param``."""
+    refusal.message, refusal.param = message, param or None
+    return refusal
+
+
+def to_wire(config: SessionConfig) -> dict[str, Any]:
+    """Return the configuration as it is sent."""
+    found: dict[str, Any] = msgspec.to_builtins(config)
+    optional = ("parallel_tool_calls", "include", "prompt", "reasoning", "tracing")
+    return {name: value for name, value in found.items() if name not in optional or value is not None}
+
+
+def chat_tools(config: SessionConfig) -> list[Tool]:
+    """Return the tools as the chat API has them."""
+    return [Tool(FunctionDefinition(each.name, each.description, each.parameters)) for each in config.tools]
+
+
+def chat_tool_choice(config: SessionConfig) -> Literal["none", "auto", "required"] | NamedTool:
+    """Return the choice of a tool as the chat API has it."""
+    choice = config.tool_choice
+    return NamedTool(FunctionName(choice.name)) if isinstance(choice, FunctionChoice) else choice
+
+
+def _merged(config: dict[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config`` with the fields of ``update``. "audio", and its "input" and "output", are merged themselves."""
+    merged = {**config, **update}
+    for name in ("audio", "input", "output"):
+        before, after = config.get(name), update.get(name)
+        if isinstance(before, dict) and isinstance(after, Mapping):
+            merged[name] = _merged(before, after)
+    return merged

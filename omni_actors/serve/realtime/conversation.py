@@ -1,0 +1,174 @@
+"""The conversation of a session: its items in order, within bounds, and as the pipeline takes it.
+
+Rules
+1. The conversation has at most ``max_items`` items and ``max_bytes`` bytes of text and recordings. An item that exceeds
+   a bound is refused. To make room, the recordings of the oldest items are dropped whose words are known.
+2. Sound of the assistant is not kept.
+3. Where the pipeline has a transcriber, the words of a recording stand for it once they are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import trio
+
+from omni_actors.errors import OmniError
+from omni_actors.outputs import AudioChunk
+from omni_actors.serve.api.tools import FunctionCall as ChatFunctionCall
+from omni_actors.serve.api.tools import ToolCall, arguments_object
+from omni_actors.serve.http.errors import bad_request, quote_value
+from omni_actors.serve.media.base64_data import to_base64
+from omni_actors.serve.realtime.input_audio import Recording
+from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Item, Message, wire
+from omni_actors.turns import SpokenAnswer
+
+ROOT = "root"
+"""The "previous item" of the first one."""
+
+
+class Entry:
+    """An item with what belongs to it.
+
+    Attributes:
+        recordings: of a user's message, by the index of its part.
+        words_known: set when every recording has a transcript, or ``error``.
+        error: why a recording has no transcript.
+        spoken: the words and the sound of an assistant's message. sent_s: the duration of the sound that has left.
+    """
+
+    def __init__(self, item: Item, recordings: dict[int, Recording] | None = None) -> None:
+        self.item, self.recordings = item, recordings or {}
+        self.words_known = trio.Event()
+        self.error: OmniError | None = None
+        self.spoken, self.sent_s = SpokenAnswer(), 0.0
+        if not self.recordings:
+            self.words_known.set()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the recordings and, about, of the text."""
+        match self.item:
+            case Message(content=parts):
+                text = sum(len(part.words) for part in parts)
+            case FunctionCall(arguments=arguments):
+                text = len(arguments)
+            case FunctionCallOutput(output=output):
+                text = len(output)
+        return text + sum(len(recording.data) for recording in self.recordings.values())
+
+    def retrieved(self) -> dict[str, Any]:
+        """Return the item as it is sent to a client that retrieves it: with its recordings."""
+        found = wire(self.item, with_audio=True)
+        for index, recording in self.recordings.items():
+            found["content"][index]["audio"] = to_base64(recording.data)
+        return found
+
+
+class Conversation:
+    """The items of one conversation. See the rules."""
+
+    def __init__(self, *, max_items: int, max_bytes: int) -> None:
+        self._max_items, self._max_bytes = max_items, max_bytes
+        self.entries: list[Entry] = []
+
+    def check_room(self, size: int = 0) -> None:
+        """Refuse an item of this size if the conversation is full. Raises HTTPError."""
+        if len(self.entries) >= self._max_items:
+            message = f"the conversation has {self._max_items} items, which is the limit; delete some"
+            raise bad_request(message, None, "conversation_full")
+        excess = sum(entry.nbytes for entry in self.entries) + size - self._max_bytes
+        for entry in self.entries:
+            if excess <= 0:
+                return
+            if entry.recordings and entry.words_known.is_set() and entry.error is None:
+                excess -= sum(len(recording.data) for recording in entry.recordings.values())
+                entry.recordings.clear()
+        if excess > 0:
+            message = f"the conversation has more than {self._max_bytes} bytes; delete items"
+            raise bad_request(message, None, "conversation_full")
+
+    def insert(self, entry: Entry, after: str | None = None) -> str | None:
+        """Add an entry at the end, or after the item ``after``. Return the identifier of the item before it.
+
+        Raises HTTPError: there is no such item, or one with the entry's identifier.
+        """
+        if any(each.item.id == entry.item.id for each in self.entries):
+            raise bad_request(f"item.id: there is an item {quote_value(entry.item.id)} already", "item.id")
+        if after is None:
+            at = len(self.entries)
+        else:
+            at = 0 if after == ROOT else self.entries.index(self.find(after, "previous_item_id")) + 1
+        self.entries.insert(at, entry)
+        return self.entries[at - 1].item.id if at else None
+
+    def before(self, entry: Entry) -> str | None:
+        """Return the identifier of the item before an entry; None if there is none, or the entry was deleted."""
+        at = self.entries.index(entry) if entry in self.entries else 0
+        return self.entries[at - 1].item.id if at else None
+
+    def find(self, id: str, param: str = "item_id") -> Entry:
+        """Return the entry of an item. Raises HTTPError."""
+        for entry in self.entries:
+            if entry.item.id == id:
+                return entry
+        raise bad_request(f"{param}: there is no item {quote_value(id)}", param, "item_not_found")
+
+    def delete(self, id: str) -> None:
+        """Remove an item. Raises HTTPError."""
+        self.entries.remove(self.find(id))
+
+    def truncate(self, id: str, audio_end_ms: int) -> None:
+        """Keep of a spoken answer the words that were heard in so many milliseconds. Raises HTTPError."""
+        entry = self.find(id)
+        item = entry.item
+        part = item.content[0] if isinstance(item, Message) and item.role == "assistant" and item.content else None
+        if part is None or part.type != "output_audio":
+            raise bad_request("item_id: only a spoken answer can be truncated", "item_id")
+        if audio_end_ms > 1000 * entry.sent_s:
+            message = f"audio_end_ms: the answer has {1000 * entry.sent_s:.0f} ms of sound"
+            raise bad_request(message, "audio_end_ms")
+        part.transcript = entry.spoken.heard(audio_end_ms)
+
+
+def chat_messages(
+    entries: Iterable[Entry], instructions: str, *, transcribed: bool
+) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
+    """Return the messages of a conversation, and its recordings, to which the messages refer by index.
+
+    transcribed: see rule 3.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    clips: list[AudioChunk] = []
+    for entry in entries:
+        match entry.item:
+            case Message() as item:
+                if content := _content(entry, item, clips, transcribed=transcribed):
+                    messages.append({"role": item.role, "content": content})
+            case FunctionCall() as item:
+                arguments = arguments_object(call_of(item), "arguments")
+                call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            case FunctionCallOutput() as item:
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+    return messages, clips
+
+
+def call_of(item: FunctionCall) -> ToolCall:
+    """Return a call as the chat API has it."""
+    return ToolCall(item.call_id, ChatFunctionCall(item.name, item.arguments))
+
+
+def _content(entry: Entry, item: Message, clips: list[AudioChunk], *, transcribed: bool) -> str | Sequence[Any]:
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(item.content):
+        recording = entry.recordings.get(index)
+        if recording is not None and not (transcribed and part.transcript is not None):
+            parts.append({"type": "audio", "index": len(clips)})
+            clips.append(recording.clip())
+        elif part.words:
+            parts.append({"type": "text", "text": part.words})
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts

@@ -1,0 +1,72 @@
+"""The input audio buffer of a session, and recordings taken from it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from omni_actors.outputs import AudioChunk
+from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.realtime.config import AudioFormat
+from omni_actors.serve.realtime.sound import bytes_per_s, decode, frame_bytes, rate_of
+
+SHORTEST_MS = 100
+"""OpenAI's own limit of a commit."""
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """What the user said in one turn. data: in ``format``."""
+
+    data: bytes
+    format: AudioFormat
+
+    @property
+    def duration_s(self) -> float:
+        return len(self.data) / bytes_per_s(self.format)
+
+    def clip(self) -> AudioChunk:
+        """Return the samples, as the pipeline takes them."""
+        return AudioChunk(decode(self.data, self.format), rate_of(self.format))
+
+
+class InputAudio:
+    """The buffer. Positions count from the first sound of the session, in milliseconds.
+
+    most_s: the longest recording, in seconds.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._data = bytearray()
+        self._begins_ms = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._data)
+
+    def append(self, data: bytes, format: AudioFormat) -> None:
+        """Add sound. A frame may be cut anywhere. Raises HTTPError: the buffer is full."""
+        if len(self._data) + len(data) > self._most_s * bytes_per_s(format):
+            message = f"audio: the buffer holds {self._most_s:g} s of sound; commit or clear it"
+            raise bad_request(message, "audio", "input_audio_buffer_full")
+        self._data += data
+
+    def end_ms(self, format: AudioFormat) -> float:
+        """Return the position of the end of the buffer."""
+        return self._begins_ms + 1000 * len(self._data) / bytes_per_s(format)
+
+    def clear(self, format: AudioFormat) -> None:
+        """Drop the content."""
+        self._begins_ms = self.end_ms(format)
+        self._data.clear()
+
+    def commit(self, format: AudioFormat) -> Recording:
+        """Take the content. Raises HTTPError: it is too short."""
+        whole = len(self._data) // frame_bytes(format) * frame_bytes(format)
+        recording = Recording(bytes(self._data[:whole]), format)
+        if 1000 * recording.duration_s < SHORTEST_MS:
+            message = (
+                f"the input audio buffer has {1000 * recording.duration_s:.0f} ms of sound; accepted: {SHORTEST_MS}"
+            )
+            raise bad_request(f"{message} ms or more", None, "input_audio_buffer_commit_empty")
+        self.clear(format)
+        return recording

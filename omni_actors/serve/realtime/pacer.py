@@ -1,0 +1,39 @@
+"""When the sound of an answer may leave.
+
+Rules
+1. Sound leaves at most ``AHEAD_S`` before a client that plays it at once needs it, so that an interruption has little
+   to discard.
+2. No clock and no trio here: the caller gives the time.
+"""
+
+from __future__ import annotations
+
+from omni_actors.playback import Playback
+
+AHEAD_S = 2.0
+"""A gap in the computation of this length is not heard."""
+
+
+class Pacer:
+    """Paces the sound of one answer. All times are seconds of one monotonic clock.
+
+    ahead_s: see rule 1.
+    """
+
+    def __init__(self, ahead_s: float = AHEAD_S) -> None:
+        self._ahead_s, self._player = ahead_s, Playback(0.0)
+        self.sent_s = 0.0
+        """The duration of the sound that has left."""
+
+    def wait_s(self, now: float) -> float:
+        """Return how long to wait before more sound leaves; 0.0: none."""
+        return max(0.0, self._player.ahead_s(now) - self._ahead_s)
+
+    def sent(self, now: float, duration_s: float) -> None:
+        """Record that sound leaves."""
+        self._player.feed(now, duration_s)
+        self.sent_s += duration_s
+
+    def played_s(self, now: float) -> float:
+        """Return how much of the sound a client has played that plays it at once."""
+        return self.sent_s - max(0.0, self._player.ahead_s(now))

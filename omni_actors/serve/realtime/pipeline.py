@@ -1,0 +1,75 @@
+"""What a session asks of the pipeline: what it can do, and its requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from omni_actors.generation import Generation
+from omni_actors.outputs import AudioChunk
+from omni_actors.serve.api.schemas import takes_parameter
+from omni_actors.system import OmniSystem
+
+if TYPE_CHECKING:
+    from omni_actors.serve.realtime.request import Request
+
+TRANSCRIBE = "Transcribe the recording. Answer with its words alone."
+
+
+class SessionPipeline:
+    """A pipeline, as one session uses it.
+
+    Args:
+        system: the running pipeline.
+        session: the name by which the session's requests prefer one replica of each stage.
+
+    Attributes:
+        hears: whether it takes recordings.
+        speaks: whether it makes sound.
+        takes_tools: whether an engine can be given tools.
+        transcribes: whether a stage writes the words of recordings. Other pipelines that hear are asked for the words.
+    """
+
+    def __init__(self, system: OmniSystem, session: str) -> None:
+        self.system, self._session = system, session
+        stages = system.pipeline.stages.values()
+        self.hears = any("audio" in stage.accepts for stage in stages)
+        self.speaks = any(stage.emits == "audio" for stage in stages)
+        self.takes_tools = takes_parameter(system.pipeline, "tools")
+        self.transcribes = self.hears and any(stage.emits == "transcript" for stage in stages)
+
+    def generate(self, messages: Sequence[Any], clips: Sequence[AudioChunk], request: Request) -> Generation:
+        """Submit a conversation. Raises OmniError."""
+        spoken = request.is_spoken and not request.speaks_apart
+        generation: Generation = self.system.generate(
+            messages,
+            multi_modal_data={"audio": list(clips)} if clips else None,
+            modalities=("text", "audio") if spoken else ("text",),
+            session=self._session,
+            **request.params,
+        )
+        return generation
+
+    def speak(self, script: AsyncIterator[str], request: Request) -> Generation:
+        """Submit a text to speak. Raises OmniError."""
+        terms: dict[str, Any] = {"modalities": ("audio",), "session": self._session}
+        generation: Generation = self.system.generate(script=script, **terms, **request.speech)
+        return generation
+
+    def transcribe(self, clip: AudioChunk, params: Mapping[str, Any]) -> Generation:
+        """Submit a recording. Raises OmniError."""
+        terms: dict[str, Any] = {"multi_modal_data": {"audio": clip}, "session": self._session}
+        generation: Generation
+        if self.transcribes:
+            generation = self.system.generate(modalities=("transcript",), **terms, **params)
+        else:
+            content = [{"type": "audio", "index": 0}, {"type": "text", "text": TRANSCRIBE}]
+            generation = self.system.generate([{"role": "user", "content": content}], modalities=("text",), **terms)
+        return generation
+
+    def rate_limits(self) -> list[dict[str, Any]]:
+        """Return how many requests the system takes now, as OpenAI's rate limits."""
+        limit = self.system.pipeline.limits.max_requests
+        left = max(0, limit - self.system.in_flight)
+        reset_s = 0.0 if left else self.system.retry_after_s
+        return [{"name": "requests", "limit": limit, "remaining": left, "reset_seconds": reset_s}]

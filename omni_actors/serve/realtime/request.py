@@ -1,0 +1,70 @@
+"""What a response is asked to be: the session's configuration with the response's own changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omni_actors.config import Pipeline
+from omni_actors.serve.api import schemas
+from omni_actors.serve.realtime.config import (
+    ResponseParams,
+    SessionConfig,
+    VoiceId,
+    chat_tool_choice,
+    chat_tools,
+    to_wire,
+)
+from omni_actors.serve.routes.chat import parameters_of, require_possible
+
+
+class Request:
+    """A request of one response. Raises HTTPError: its fields exclude each other.
+
+    Attributes:
+        config: the configuration of this response.
+        body: its tools, in the form of the chat API.
+        params: the engines' parameters of the answer.
+        speech: the engines' parameters of a script, of those in ``params``.
+        head: the fields of the response object that do not change.
+        is_spoken: whether the answer is spoken.
+        speaks_apart: whether a request of its own speaks the text.
+    """
+
+    def __init__(
+        self, session: SessionConfig, asked: ResponseParams, pipeline: Pipeline, params: Mapping[str, Any]
+    ) -> None:
+        self.config = config = asked.applied_to(session)
+        self.is_spoken = "audio" in config.output_modalities
+        accepted = {kind for stage in pipeline.stages.values() for kind in stage.accepts}
+        has_tools = bool(config.tools) and config.tool_choice != "none"
+        self.speaks_apart = self.is_spoken and has_tools and "script" in accepted
+        voice = config.audio.output.voice
+        most = config.max_output_tokens
+        self.body = schemas.ChatRequest(
+            model=config.model,
+            messages=[schemas.ChatMessage("user", "")],
+            modalities=["text", "audio"] if self.is_spoken else ["text"],
+            audio=schemas.AudioParams(voice=voice.id if isinstance(voice, VoiceId) else voice),
+            max_completion_tokens=most if isinstance(most, int) else None,
+            tools=chat_tools(config),
+            tool_choice=chat_tool_choice(config) if config.tools else None,
+            parallel_tool_calls=config.parallel_tool_calls,
+        )
+        require_possible(self.body)
+        speed = config.audio.output.speed
+        others = {**params, **({"speed": speed} if self.is_spoken and speed != 1.0 else {})}
+        self.params, _ = parameters_of(self.body, others, pipeline)
+        self.speech = {name: self.params[name] for name in ("speed", "speaker") if name in self.params}
+        if self.speaks_apart:
+            self.params = {name: value for name, value in self.params.items() if name not in self.speech}
+        self.may_truncate = config.truncation == "auto"
+        output = to_wire(config)["audio"]["output"]
+        output.pop("speed")
+        self.head: dict[str, Any] = {
+            "conversation_id": None,
+            "output_modalities": config.output_modalities,
+            "max_output_tokens": most,
+            "audio": {"output": output},
+            "metadata": asked.metadata,
+        }

@@ -1,0 +1,232 @@
+"""Run one response: read the pipeline's answer, and send it at the pace of speech.
+
+Rules
+1. A response waits for the words of the user's recordings where the pipeline has a transcriber. Otherwise the pipeline
+   hears the recordings themselves.
+2. If the model may call functions, and the pipeline speaks scripts, the text is spoken by a request of its own: calls
+   are not read aloud.
+3. A conversation that is too long for the model loses its older half and is tried again, unless the session's
+   ``truncation`` is "disabled". Nothing has been sent by then.
+4. ``cancel`` ends the requests in every stage at once. Sound that has not left is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
+
+import trio
+
+from omni_actors.errors import InvalidRequest, OmniError
+from omni_actors.generation import Generation
+from omni_actors.outputs import AudioChunk, Output
+from omni_actors.serve.api.errors import to_http_error
+from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages
+from omni_actors.serve.realtime.outbox import Outbox, error_object
+from omni_actors.serve.realtime.pacer import Pacer
+from omni_actors.serve.realtime.pipeline import SessionPipeline
+from omni_actors.serve.realtime.request import Request
+from omni_actors.serve.realtime.response_events import ResponseEvents
+from omni_actors.serve.realtime.sound import SoundEncoder, bytes_per_s
+from omni_actors.serve.routes.chat_answer import Calls
+
+DELTA_S = 0.2
+"""The longest sound of one event."""
+QUEUED_CHUNKS = 256
+"""How many chunks of sound may be computed before they may leave."""
+
+CancelReason = Literal["client_cancelled", "turn_detected"]
+
+
+class Response:
+    """One response.
+
+    Args:
+        pipeline: what the session asks of the pipeline.
+        outbox: receives the events.
+        conversation: receives the items; None if the response is out of the conversation.
+        request: what the response is asked to be.
+        entries: its input.
+    """
+
+    def __init__(
+        self,
+        pipeline: SessionPipeline,
+        outbox: Outbox,
+        conversation: Conversation | None,
+        request: Request,
+        entries: Sequence[Entry],
+    ) -> None:
+        self._pipeline, self._outbox, self._request, self._entries = pipeline, outbox, request, list(entries)
+        self._events = ResponseEvents(outbox, conversation, request.head, is_spoken=request.is_spoken)
+        self._calls = Calls(request.body)
+        self._encoder, self.pacer = SoundEncoder(request.config.audio.output.format), Pacer()
+        self._scope = trio.CancelScope()
+        self._reason: CancelReason | None = None
+        self._failure: OmniError | HTTPError | None = None
+        self._finish_reason = "stop"
+        self._usage: dict[str, int] | None = None
+        self.done = trio.Event()
+        """Set by the session when the last event is posted."""
+
+    @property
+    def id(self) -> str:
+        return self._events.id
+
+    @property
+    def message(self) -> Entry | None:
+        """The message of the answer, once it has begun."""
+        return self._events.message
+
+    def cancel(self, reason: CancelReason) -> None:
+        """End the response. Its last events follow."""
+        self._reason = self._reason or reason
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """Send all events of the response. Cancellation ends its requests, and sends nothing more."""
+        self._events.begin()
+        limits = self._pipeline.rate_limits()
+        self._outbox.post("rate_limits.updated", rate_limits=limits)
+        with self._scope:
+            await self._answer()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._events.end(*self._outcome())
+
+    def _outcome(self) -> tuple[str, dict[str, Any] | None, dict[str, Any] | None]:
+        """Return the status, its details and the usage."""
+        usage = None if self._usage is None else _usage(**self._usage)
+        if self._failure is not None:
+            error = self._failure if isinstance(self._failure, HTTPError) else to_http_error(self._failure)
+            described = error_object(error)
+            described.pop("param")
+            return "failed", {"type": "failed", "error": described}, usage
+        if self._reason is not None:
+            return "cancelled", {"type": "cancelled", "reason": self._reason}, usage
+        if self._finish_reason == "length":
+            return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}, usage
+        return "completed", {"type": "completed"}, usage
+
+    async def _answer(self) -> None:
+        """Send the answer. ``_failure`` is why there is none, or no more."""
+        try:
+            if self._pipeline.transcribes:
+                for entry in self._entries:
+                    await entry.words_known.wait()
+                    if entry.error is not None:
+                        raise entry.error
+            async with trio.open_nursery() as nursery:
+                queue, queued = trio.open_memory_channel[bytes](QUEUED_CHUNKS)
+                nursery.start_soon(self._send_sound, queued)
+                async with queue:
+                    await self._compute(queue)
+        except* (OmniError, HTTPError) as group:
+            failure = group.exceptions[0]
+            while isinstance(failure, BaseExceptionGroup):
+                failure = failure.exceptions[0]
+            assert isinstance(failure, OmniError | HTTPError)
+            self._failure = failure
+
+    async def _compute(self, queue: trio.MemorySendChannel[bytes]) -> None:
+        """Read the pipeline's answer. Raises OmniError."""
+        if not self._request.speaks_apart:
+            await self._read(queue, None)
+        else:
+            async with trio.open_nursery() as nursery:
+                script, parts = trio.open_memory_channel[str](QUEUED_CHUNKS)
+                nursery.start_soon(self._speak, parts, queue)
+                async with script:
+                    await self._read(queue, script)
+        if rest := self._encoder.finish():
+            await queue.send(rest)
+
+    async def _read(self, queue: trio.MemorySendChannel[bytes], script: trio.MemorySendChannel[str] | None) -> None:
+        """Read the answer of the model. script: receives the text to speak, if a request of its own speaks it."""
+        entries = self._entries
+        while True:
+            generation = self._begin(entries)
+            try:
+                async for output in generation:
+                    await self._outbox.wait_room()
+                    self._finish_reason = output.data.get("finish_reason", self._finish_reason)
+                    if "completion_tokens" in output.data:
+                        names = ("prompt_tokens", "completion_tokens")
+                        self._usage = {name: output.data[name] for name in names}
+                    if isinstance(output.delta, AudioChunk):
+                        await self._add_sound(output, queue)
+                    elif isinstance(output.delta, str) and output.modality == "text":
+                        await self._add_text(*self._calls.push(output.delta), script)
+                break
+            except InvalidRequest as error:
+                if error.code != "context_length_exceeded" or not self._request.may_truncate or len(entries) < 2:
+                    raise
+                entries = entries[(len(entries) + 1) // 2 :]
+            finally:
+                generation.abort()
+        await self._add_text(*self._calls.finish(), script)
+        self._events.end_call()
+
+    def _begin(self, entries: Sequence[Entry]) -> Generation:
+        """Submit the request. Raises OmniError."""
+        messages, clips = chat_messages(
+            entries, self._request.config.instructions, transcribed=self._pipeline.transcribes
+        )
+        return self._pipeline.generate(messages, clips, self._request)
+
+    async def _add_text(
+        self, text: str, calls: Sequence[dict[str, Any]], script: trio.MemorySendChannel[str] | None
+    ) -> None:
+        if text:
+            self._events.text(text)
+            if script is not None:
+                await script.send(text)
+        for call in calls:
+            self._events.call(call)
+
+    async def _speak(self, parts: trio.MemoryReceiveChannel[str], queue: trio.MemorySendChannel[bytes]) -> None:
+        """Speak the parts of a text. Raises OmniError."""
+        first = await anext(aiter(parts), None)
+        if first is None:  # nothing but calls
+            return
+        generation = self._pipeline.speak(_chained(first, parts), self._request)
+        try:
+            async for output in generation:
+                if isinstance(output.delta, AudioChunk):
+                    await self._add_sound(output, queue)
+        finally:
+            generation.abort()
+
+    async def _add_sound(self, output: Output, queue: trio.MemorySendChannel[bytes]) -> None:
+        assert isinstance(output.delta, AudioChunk)
+        self._events.computed(output.delta, output.data.get("sentence_text"))
+        if data := self._encoder.push(output.delta):
+            await queue.send(data)
+
+    async def _send_sound(self, queued: trio.MemoryReceiveChannel[bytes]) -> None:
+        rate = bytes_per_s(self._encoder.format)
+        size = round(rate * DELTA_S)
+        async for data in queued:
+            for at in range(0, len(data), size):
+                piece = data[at : at + size]
+                await trio.sleep(self.pacer.wait_s(trio.current_time()))
+                await self._outbox.wait_room()
+                self._events.sound(piece, len(piece) / rate)
+                self.pacer.sent(trio.current_time(), len(piece) / rate)
+
+
+async def _chained(first: str, parts: trio.MemoryReceiveChannel[str]) -> AsyncIterator[str]:
+    yield first
+    async for part in parts:
+        yield part
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Return OpenAI's usage. The engines do not tell text and sound apart: all tokens count as text."""
+    return {
+        "total_tokens": prompt_tokens + completion_tokens,
+        "input_tokens": prompt_tokens,
+        "output_tokens": completion_tokens,
+        "input_token_details": {"text_tokens": prompt_tokens, "audio_tokens": 0, "cached_tokens": 0},
+        "output_token_details": {"text_tokens": completion_tokens, "audio_tokens": 0},
+    }

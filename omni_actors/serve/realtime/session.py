@@ -1,0 +1,363 @@
+"""One session: takes a client's events in order, and keeps its conversation.
+
+Rules
+1. A bad event changes nothing. It is answered with an ``error`` event that names it, and the session goes on. Only a
+   binary frame (1003) and what breaks the framing end it.
+2. There is one response at a time. It runs in a task of its own, so that events are taken meanwhile.
+3. Everything that a client can make grow has a bound in ``SessionLimits``.
+4. The session ends with an ``error`` event and close code 1000 when its time is over, and with 1001 when the server
+   drains and no response is in progress.
+5. Sound of the user arrives in ``_take_sound`` alone, and a response is cut in ``_cut`` alone.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import trio
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from omni_actors.errors import OmniError
+from omni_actors.serve.api.errors import to_http_error
+from omni_actors.serve.api.json_body import SLICE_BYTES, DecodingCost
+from omni_actors.serve.api.tools import arguments_object
+from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
+from omni_actors.serve.media.base64_data import from_base64
+from omni_actors.serve.realtime import events
+from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, to_wire, updated
+from omni_actors.serve.realtime.conversation import Conversation, Entry, call_of
+from omni_actors.serve.realtime.input_audio import InputAudio, Recording
+from omni_actors.serve.realtime.items import (
+    FunctionCall,
+    FunctionCallOutput,
+    Item,
+    ItemReference,
+    Message,
+    Part,
+    check_item,
+    new_id,
+    wire,
+)
+from omni_actors.serve.realtime.outbox import Outbox
+from omni_actors.serve.realtime.pipeline import SessionPipeline
+from omni_actors.serve.realtime.request import Request
+from omni_actors.serve.realtime.responding import CancelReason, Response
+from omni_actors.serve.realtime.transcribing import Transcriber
+from omni_actors.system import OmniSystem
+
+NORMAL_CLOSURE, GOING_AWAY, UNSUPPORTED_DATA = 1000, 1001, 1003
+LAST_EVENT_S = 1.0
+"""The time that a client has to take the events before the end of its session."""
+
+
+class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of one session. longest_turn_s: the most sound of one turn of the user."""
+
+    duration_s: float
+    max_items: int
+    max_bytes: int
+    longest_turn_s: float = 120.0
+
+
+class Session:
+    """A session on an accepted WebSocket.
+
+    Args:
+        websocket: the connection.
+        system: the running pipeline.
+        limits: see rule 3.
+        model: the name that the client gave, or the pipeline's.
+        params: parameters of the engines for every response.
+        draining: set when the server begins to drain.
+    """
+
+    def __init__(
+        self,
+        websocket: WebSocket,
+        system: OmniSystem,
+        limits: SessionLimits,
+        *,
+        model: str,
+        params: dict[str, Any],
+        draining: trio.Event,
+    ) -> None:
+        self._websocket, self._limits, self._params, self._draining = websocket, limits, params, draining
+        self.id = new_id("sess")
+        self._pipeline = SessionPipeline(system, self.id)
+        self._config = SessionConfig(
+            type="realtime", model=model, output_modalities=["audio" if self._pipeline.speaks else "text"]
+        )
+        self._expires = int(time.time() + limits.duration_s)
+        self._outbox = Outbox(websocket)
+        self._conversation = Conversation(max_items=limits.max_items, max_bytes=limits.max_bytes)
+        self._conversation_id = new_id("conv")
+        self._input = InputAudio(limits.longest_turn_s)
+        self._transcriber = Transcriber(self._pipeline, self._outbox, limits.max_items)
+        self._response: Response | None = None
+        """The response in progress."""
+        self._nursery: trio.Nursery | None = None
+        self._close_code = NORMAL_CLOSURE
+
+    async def run(self) -> None:
+        """Run the session until either side ends it. Its requests have ended when this returns."""
+        is_connected = True
+        try:
+            async with trio.open_nursery() as self._nursery:
+                for task in (self._outbox.run, self._transcriber.run, self._watch_drain, self._watch_expiry):
+                    self._nursery.start_soon(task)
+                self._outbox.post("session.created", session=self._described())
+                await self._take_events()
+        except* WebSocketDisconnect:
+            is_connected = False
+        if is_connected:
+            await self._websocket.close(self._close_code)
+
+    async def _watch_expiry(self) -> None:
+        """End the session when its time is over."""
+        await trio.sleep(self._limits.duration_s)
+        message = f"the session's {self._limits.duration_s:g} s are over"
+        self._outbox.post_error(HTTPError(400, message, code="session_expired"))
+        with trio.move_on_after(LAST_EVENT_S):
+            await self._outbox.wait_sent()
+        self._end(NORMAL_CLOSURE)
+
+    async def _watch_drain(self) -> None:
+        """End the session when the server drains and no response is in progress."""
+        await self._draining.wait()
+        while self._response is not None:
+            await self._response.done.wait()
+        await self._outbox.wait_sent()
+        self._end(GOING_AWAY)
+
+    def _end(self, code: int) -> None:
+        self._close_code = code
+        assert self._nursery is not None
+        self._nursery.cancel_scope.cancel()
+
+    async def _take_events(self) -> None:
+        """Take the client's events. Raises WebSocketDisconnect."""
+        while True:
+            message = await self._websocket.receive()
+            if message["type"] == "websocket.disconnect":
+                raise WebSocketDisconnect(message["code"])
+            if (text := message.get("text")) is None:
+                self._end(UNSUPPORTED_DATA)
+                return
+            await self._outbox.wait_room()
+            event_id: str | None = None
+            try:
+                fields = await _read_json(text)
+                found = fields.get("event_id")
+                event_id = found[:512] if isinstance(found, str) else None
+                await self._take(events.read_event(fields))
+            except HTTPError as error:
+                self._outbox.post_error(error, event_id)
+            except OmniError as error:
+                self._outbox.post_error(to_http_error(error), event_id)
+
+    async def _take(self, event: events.ClientEvent) -> None:
+        """Do what an event asks. Raises HTTPError, OmniError."""
+        match event:
+            case events.SessionUpdate(session=session):
+                self._update(session)
+            case events.InputAudioAppend(audio=audio):
+                self._take_sound(await from_base64(audio, "audio"))
+            case events.InputAudioCommit():
+                self._commit()
+            case events.InputAudioClear():
+                self._input.clear(self._config.audio.input.format)
+                self._outbox.post("input_audio_buffer.cleared")
+            case events.ItemCreate(item=item, previous_item_id=after):
+                await self._create(item, after)
+            case events.ItemTruncate(item_id=id, audio_end_ms=end_ms):
+                await self._truncate(id, end_ms)
+            case events.ItemDelete(item_id=id):
+                self._conversation.delete(id)
+                self._outbox.post("conversation.item.deleted", item_id=id)
+            case events.ItemRetrieve(item_id=id):
+                self._outbox.post("conversation.item.retrieved", item=self._conversation.find(id).retrieved())
+            case events.ResponseCreate(response=asked):
+                self._respond(asked or ResponseParams())
+            case events.ResponseCancel(response_id=id):
+                await self._cancel(id)
+            case events.OutputAudioClear():
+                await self._clear_output()
+
+    # the session
+
+    def _described(self) -> dict[str, Any]:
+        described = {"id": self.id, "object": "realtime.session", "expires_at": self._expires}
+        return {**to_wire(self._config), **described}
+
+    def _update(self, update: dict[str, Any]) -> None:
+        """Raises HTTPError."""
+        config = updated(self._config, update)
+        if config.model != self._config.model:
+            raise bad_request("session.model: a session keeps its model", "session.model")
+        if config.audio.input.format != self._config.audio.input.format and self._input.nbytes:
+            message = "session.audio.input.format: the input audio buffer is not empty; commit or clear it"
+            raise bad_request(message, "session.audio.input.format")
+        self._check_modalities(config, "session.")
+        Request(config, ResponseParams(), self._pipeline.system.pipeline, self._params)
+        self._config = config
+        self._outbox.post("session.updated", session=self._described())
+
+    def _check_modalities(self, config: SessionConfig, place: str) -> None:
+        """Raises HTTPError."""
+        name = self._pipeline.system.pipeline.name
+        if "audio" in config.output_modalities and not self._pipeline.speaks:
+            param = f"{place}output_modalities"
+            raise bad_request(f"{param}: {name!r} does not speak; accepted: ['text']", param, "unsupported_modality")
+        if config.tools and not self._pipeline.takes_tools:
+            message = f"{place}tools: no stage of {name!r} takes tools; accepted: []"
+            raise bad_request(message, f"{place}tools", "unsupported_parameter")
+
+    # sound of the user
+
+    def _take_sound(self, data: bytes) -> None:
+        """Add sound to the buffer. Raises HTTPError."""
+        self._require_hearing()
+        self._input.append(data, self._config.audio.input.format)
+
+    def _require_hearing(self) -> None:
+        if not self._pipeline.hears:
+            message = f"{self._pipeline.system.pipeline.name!r} does not accept audio"
+            raise bad_request(message, "audio", "unsupported_input")
+
+    def _commit(self) -> None:
+        """Make the buffer an item. Raises HTTPError."""
+        self._require_hearing()
+        self._conversation.check_room(self._input.nbytes)
+        recording = self._input.commit(self._config.audio.input.format)
+        item = Message(role="user", content=[Part("input_audio")])
+        entry = Entry(item, {0: recording})
+        before = self._conversation.insert(entry)
+        self._outbox.post("input_audio_buffer.committed", previous_item_id=before, item_id=item.id)
+        self._announce(entry, before)
+        self._transcribe(entry)
+
+    def _transcribe(self, entry: Entry) -> None:
+        """Have the words of an entry's recordings written down, if the client or the pipeline needs them."""
+        asked = self._config.audio.input.transcription
+        if entry.recordings and (asked is not None or self._pipeline.transcribes):
+            params = {"language": asked.language} if asked is not None and asked.language else {}
+            self._transcriber.add(entry, is_asked=asked is not None, params=params)
+
+    # items
+
+    async def _create(self, item: Item, after: str | None) -> None:
+        """Raises HTTPError."""
+        check_item(item)
+        self._check_tools(item)
+        item.status = "completed"
+        entry = Entry(item, await self._recordings(item))
+        self._conversation.check_room(entry.nbytes)
+        before = self._conversation.insert(entry, after)
+        self._announce(entry, before)
+        self._transcribe(entry)
+
+    def _check_tools(self, item: Item) -> None:
+        """Raises HTTPError."""
+        if isinstance(item, FunctionCall | FunctionCallOutput) and not self._pipeline.takes_tools:
+            message = f"item.type: no stage of {self._pipeline.system.pipeline.name!r} takes tools"
+            raise bad_request(f"{message}; accepted: 'message'", "item.type", "unsupported_parameter")
+        if isinstance(item, FunctionCall):
+            arguments_object(call_of(item), "item.arguments")
+
+    async def _recordings(self, item: Item) -> dict[int, Recording]:
+        """Take the recordings out of a client's message. Raises HTTPError."""
+        found: dict[int, Recording] = {}
+        for index, part in enumerate(item.content if isinstance(item, Message) else ()):
+            if part.type == "input_audio" and part.audio is not None:
+                self._require_hearing()
+                place = f"item.content[{index}].audio"
+                single = InputAudio(self._limits.longest_turn_s)
+                single.append(await from_base64(part.audio, place), self._config.audio.input.format)
+                found[index] = single.commit(self._config.audio.input.format)
+            part.audio = None
+        return found
+
+    def _announce(self, entry: Entry, before: str | None) -> None:
+        for name in ("added", "done"):
+            self._outbox.post(f"conversation.item.{name}", previous_item_id=before, item=wire(entry.item))
+
+    async def _truncate(self, id: str, audio_end_ms: int) -> None:
+        """Raises HTTPError."""
+        entry = self._conversation.find(id)
+        if self._response is not None and self._response.message is entry:
+            await self._cut("client_cancelled")
+        self._conversation.truncate(id, audio_end_ms)
+        self._outbox.post("conversation.item.truncated", item_id=id, content_index=0, audio_end_ms=audio_end_ms)
+
+    # responses
+
+    def _respond(self, asked: ResponseParams) -> None:
+        """Begin a response. Raises HTTPError."""
+        if self._response is not None:
+            message = f"the response {self._response.id} is in progress; wait for it, or cancel it"
+            raise bad_request(message, None, "conversation_already_has_active_response")
+        self._check_modalities(asked.applied_to(self._config), "response.")
+        request = Request(self._config, asked, self._pipeline.system.pipeline, self._params)
+        is_apart = asked.conversation == "none"
+        if not is_apart:
+            self._conversation.check_room()
+            request.head["conversation_id"] = self._conversation_id
+        entries = self._conversation.entries if asked.input is None else [self._given(each) for each in asked.input]
+        conversation = None if is_apart else self._conversation
+        self._response = Response(self._pipeline, self._outbox, conversation, request, entries)
+        assert self._nursery is not None
+        self._nursery.start_soon(self._run_response, self._response)
+
+    def _given(self, item: Item | ItemReference) -> Entry:
+        """Return the entry of an item in a response's input. Raises HTTPError."""
+        if isinstance(item, ItemReference):
+            return self._conversation.find(item.id, "response.input")
+        check_item(item, "response.input")
+        self._check_tools(item)
+        if isinstance(item, Message) and any(part.type == "input_audio" for part in item.content):
+            message = "response.input: recordings come from the conversation; accepted: text and 'item_reference'"
+            raise bad_request(message, "response.input", "unsupported_input")
+        return Entry(item)
+
+    async def _run_response(self, response: Response) -> None:
+        await response.run()
+        self._response = None
+        response.done.set()
+
+    async def _cancel(self, id: str | None) -> None:
+        """Raises HTTPError."""
+        if self._response is None or id not in (None, self._response.id):
+            which = "no response is in progress" if id is None else f"the response {quote_value(id)} is not in progress"
+            raise bad_request(which, "response_id", "response_cancel_not_active")
+        await self._cut("client_cancelled")
+
+    async def _clear_output(self) -> None:
+        """Drop the sound that has not left. Raises HTTPError."""
+        if (response := self._response) is None:
+            raise bad_request("no response is in progress, so no sound waits", None, "output_audio_buffer_empty")
+        await self._cut("client_cancelled")
+        self._outbox.post("output_audio_buffer.cleared", response_id=response.id)
+
+    async def _cut(self, reason: CancelReason) -> None:
+        """End the response in progress, and wait until its last events are posted."""
+        assert self._response is not None
+        self._response.cancel(reason)
+        await self._response.done.wait()
+
+
+async def _read_json(text: str) -> dict[str, Any]:
+    """Return a client's event without its nulls at the top. Raises HTTPError."""
+    data = text.encode("utf-8", "replace")
+    cost = DecodingCost()
+    for at in range(0, len(data), SLICE_BYTES):
+        await trio.lowlevel.checkpoint()
+        cost.add(data[at : at + SLICE_BYTES])
+    try:
+        fields = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"the event is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise bad_request("the event is not a JSON object", code="invalid_json")
+    return {name: value for name, value in fields.items() if value is not None}

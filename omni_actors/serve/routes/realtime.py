@@ -1,0 +1,80 @@
+"""GET /v1/realtime: conversations over a WebSocket, see ``serve.realtime``."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.websockets import WebSocket
+
+from omni_actors.serve.api import schemas
+from omni_actors.serve.http.errors import HTTPError, bad_request
+from omni_actors.serve.http.websocket import DRAINING
+from omni_actors.serve.realtime.session import Session, SessionLimits
+from omni_actors.serve.routes.common import model_names
+from omni_actors.serve.settings import ServerSettings
+from omni_actors.system import OmniSystem
+
+PATH = "/v1/realtime"
+SUBPROTOCOL = "realtime"
+BUSY_RETRY_S = 10.0
+
+
+class Realtime:
+    """The sessions of a server.
+
+    Args:
+        system: the running pipeline.
+        settings: the bounds of the sessions, and of their number.
+    """
+
+    def __init__(self, system: OmniSystem, settings: ServerSettings) -> None:
+        self._system, self._most = system, settings.max_sessions
+        self._limits = SessionLimits(
+            duration_s=settings.session_s, max_items=settings.session_items, max_bytes=settings.session_bytes
+        )
+        self.count = 0
+        """The number of sessions."""
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Run a session, or refuse it with an HTTP response."""
+        try:
+            session = self._open(websocket)
+        except HTTPError as error:
+            await websocket.receive()
+            await websocket.send_denial_response(error.response())
+            return
+        self.count += 1
+        try:
+            subprotocol = SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None
+            await websocket.accept(subprotocol)
+            await session.run()
+        finally:
+            self.count -= 1
+
+    def _open(self, websocket: WebSocket) -> Session:
+        """Raises HTTPError."""
+        if self.count >= self._most:
+            message = f"there are {self._most} sessions, which is the limit"
+            raise HTTPError(429, message, code="too_many_sessions", retry_after_s=BUSY_RETRY_S)
+        query = websocket.query_params
+        if query.get("intent") not in (None, "realtime"):
+            raise bad_request("intent: accepted: 'realtime'", "intent", "unsupported_parameter")
+        if "call_id" in query:
+            raise bad_request("call_id: this server takes no calls", "call_id", "unsupported_parameter")
+        name = self._system.pipeline.name
+        model = query.get("model", name)
+        schemas.require_model(model, model_names(self._system))
+        return Session(
+            websocket,
+            self._system,
+            self._limits,
+            model=model,
+            params={} if model == name else {"lora": model},
+            draining=websocket.scope[DRAINING],
+        )
+
+
+async def upgrade_required(request: Request) -> Response:
+    """Answer a request that does not ask for a WebSocket."""
+    message = f"{PATH} is a WebSocket: connect to it as ws://…{PATH}"
+    raise HTTPError(426, message, code="upgrade_required", headers={"upgrade": "websocket"})

@@ -1,0 +1,165 @@
+"""Hostile sessions: bad JSON, wrong order, floods, broken frames, half-open sockets, events that are too large.
+
+Each of them is answered with events of the protocol or ends with a close code. Afterwards nothing of them is left.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from tests.support.http_server import WATCHDOG_S, Server, Start, until
+from tests.support.realtime import check_event
+
+MAX_EVENT_BYTES = 100_000
+SOUND = base64.b64encode(bytes(9600)).decode()
+CODES = {1000, 1002, 1003, 1006, 1007, 1009}
+EVENTS: tuple[dict[str, Any], ...] = (
+    {"type": "session.update", "session": {"output_modalities": ["text"]}},
+    {"type": "session.update", "session": {"audio": {"input": {"format": {"type": "audio/pcmu"}}}}},
+    {"type": "session.update", "session": {"audio": {"input": {"transcription": {"model": "x"}}}}},
+    {"type": "input_audio_buffer.append", "audio": SOUND},
+    {"type": "input_audio_buffer.commit"},
+    {"type": "input_audio_buffer.clear"},
+    {"type": "output_audio_buffer.clear"},
+    {
+        "type": "conversation.item.create",
+        "item": {"id": "a", "type": "message", "role": "user", "content": [{"type": "input_text", "text": "a b c"}]},
+    },
+    {"type": "conversation.item.truncate", "item_id": "a", "content_index": 0, "audio_end_ms": 1},
+    {"type": "conversation.item.retrieve", "item_id": "a"},
+    {"type": "conversation.item.delete", "item_id": "a"},
+    {"type": "response.create"},
+    {"type": "response.create", "response": {"conversation": "none", "input": []}},
+    {"type": "response.cancel"},
+)
+
+
+@pytest.fixture(scope="module")
+def server(start: Start) -> Iterator[Server]:
+    with start("--max-event-bytes", str(MAX_EVENT_BYTES), "--session-items", "20") as server:
+        yield server
+        assert server.stderr == ""
+
+
+def mutated(rng: random.Random, value: Any) -> Any:
+    """An event with one value replaced by nonsense."""
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        name = rng.choice(list(value))
+        return {**value, name: mutated(rng, value[name])}
+    return rng.choice([None, -1, 1e300, 2**70, "", "x" * 1000, [], {}, [[]], {"type": "x"}, True, "\0"])
+
+
+def good(rng: random.Random, websocket: ClientConnection) -> None:
+    websocket.send(json.dumps(rng.choice(EVENTS)))
+
+
+def odd(rng: random.Random, websocket: ClientConnection) -> None:
+    websocket.send(json.dumps(mutated(rng, rng.choice(EVENTS))))
+
+
+def no_json(rng: random.Random, websocket: ClientConnection) -> None:
+    text = json.dumps(rng.choice(EVENTS))
+    websocket.send(rng.choice([text[: rng.randrange(len(text))], text + "}", "[" * 1000, "", "\x00", "nul"]))
+
+
+def flood(rng: random.Random, websocket: ClientConnection) -> None:
+    text = json.dumps(rng.choice(EVENTS))
+    for _ in range(50):
+        websocket.send(text)
+
+
+def binary(rng: random.Random, websocket: ClientConnection) -> None:
+    websocket.send(rng.randbytes(rng.randrange(100)))
+
+
+def too_large(rng: random.Random, websocket: ClientConnection) -> None:
+    websocket.send("x" * rng.randrange(MAX_EVENT_BYTES, 3 * MAX_EVENT_BYTES))
+
+
+def fragments(rng: random.Random, websocket: ClientConnection) -> None:
+    text = json.dumps(rng.choice(EVENTS))
+    websocket.send(text[at : at + 7] for at in range(0, len(text), 7))
+
+
+def garbage(rng: random.Random, websocket: ClientConnection) -> None:
+    websocket.socket.sendall(rng.randbytes(rng.randrange(1, 300)))
+
+
+def declared(rng: random.Random, websocket: ClientConnection) -> None:
+    """A frame that declares 30 MB and has a few bytes."""
+    websocket.socket.sendall(b"\x81\xff" + (30_000_000).to_bytes(8, "big") + bytes(4) + b"x" * rng.randrange(1000))
+
+
+def half_open(rng: random.Random, websocket: ClientConnection) -> None:
+    websocket.socket.shutdown(socket.SHUT_WR)
+
+
+def reset(rng: random.Random, websocket: ClientConnection) -> None:
+    websocket.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+ACTIONS: tuple[Callable[[random.Random, ClientConnection], None], ...] = (
+    *(good, good, good, good, odd, odd, odd, no_json, flood, fragments),
+    *(binary, too_large, garbage, declared, half_open, reset),
+)
+
+
+def attack(server: Server, seed: int) -> None:
+    """One hostile session. It sends its events, reads a few, and leaves with or without a close frame."""
+    rng = random.Random(seed)
+    url = f"ws://127.0.0.1:{server.port}/v1/realtime"
+    # A client that broke off in the middle of a frame gets no answer to its close frame.
+    options: Any = {"compression": None, "max_size": None, "open_timeout": WATCHDOG_S, "close_timeout": 0.1}
+    with connect(url, **options) as websocket:
+        with suppress(TimeoutError, ConnectionClosed, OSError):
+            for _ in range(rng.randrange(1, 10)):
+                rng.choice(ACTIONS)(rng, websocket)
+            for _ in range(rng.randrange(20)):
+                check_event(json.loads(websocket.recv(0.05)))
+        if rng.random() < 0.5:
+            with suppress(OSError):
+                websocket.socket.shutdown(socket.SHUT_RDWR)
+    assert websocket.protocol.close_rcvd is None or websocket.protocol.close_rcvd.code in CODES
+
+
+def run(server: Server, seeds: range) -> None:
+    process = psutil.Process(server.process.pid)
+    attack(server, 10**6)
+    settled(server)
+    descriptors, workers = process.num_fds(), [child.pid for child in process.children()]
+    for seed in seeds:
+        try:
+            attack(server, seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+    settled(server)
+    until(lambda: process.num_fds() <= descriptors, f"{descriptors} descriptors")
+    assert [child.pid for child in process.children()] == workers
+    assert server.http.get("/health").json()["status"] == "ready"
+
+
+def settled(server: Server) -> None:
+    for gauge in ("omni_realtime_sessions", "omni_requests_in_flight", "omni_http_arriving", "omni_unread_bytes"):
+        server.wait_metric(gauge, 0)
+
+
+def test_hostile_sessions_leave_nothing(server: Server) -> None:
+    run(server, range(150))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_hostile_sessions_leave_nothing(server: Server) -> None:
+    run(server, range(1000, 3000))

@@ -1,0 +1,109 @@
+"""OpenAI's own Python client, unchanged: ``client.realtime.connect``, blocking and for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.http_server import NO_TLS, Server, Start
+
+# The client calls websockets in a way that its newest version deprecates.
+pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
+
+
+def test_the_blocking_client(studio: Server) -> None:
+    with studio.openai() as client, client.realtime.connect(model="studio") as connection:
+        connection.session.update(session={"type": "realtime", "output_modalities": ["text"]})
+        connection.conversation.item.create(
+            item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
+        )
+        connection.response.create()
+        texts = []
+        for event in connection:
+            if event.type == "response.output_text.delta":
+                texts.append(event.delta)
+            elif event.type == "response.done":
+                assert event.response.status == "completed"
+                break
+        assert "".join(texts) == "hello" * 3
+
+
+def test_the_client_for_asyncio_hears_and_speaks(studio: Server) -> None:
+    async def talk() -> tuple[bytes, str]:
+        sound, words = b"", ""
+        http = openai.DefaultAsyncHttpxClient(verify=NO_TLS)
+        async with (
+            openai.AsyncOpenAI(base_url=f"{studio.url}/v1", api_key="none", http_client=http) as client,
+            client.realtime.connect(model="studio") as connection,
+        ):
+            await connection.input_audio_buffer.append(audio=base64.b64encode(bytes(24000)).decode())
+            await connection.input_audio_buffer.commit()
+            await connection.response.create()
+            async for event in connection:
+                if event.type == "response.output_audio.delta":
+                    sound += base64.b64decode(event.delta)
+                elif event.type == "response.output_audio_transcript.done":
+                    words = event.transcript
+                elif event.type == "response.done":
+                    break
+        return sound, words
+
+    sound, words = asyncio.run(talk())
+    assert words == "0.5 s at 24000 Hz" * 3
+    assert abs(len(sound) / 48000 - 1.5) < 0.01
+
+
+CITY: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]},
+}
+
+
+def test_a_function_is_called_and_its_result_taken(writer: Server) -> None:
+    """The model has random weights. So the choice is made for it, and what it writes follows the schema."""
+    with writer.openai() as client, client.realtime.connect(model="writer") as connection:
+        session: Any = {"type": "realtime", "tools": [CITY], "tool_choice": {"type": "function", "name": "weather"}}
+        connection.session.update(session=session)
+        connection.conversation.item.create(
+            item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Is it warm in Rome?"}]}
+        )
+        connection.response.create(response={"max_output_tokens": 100})
+        deltas, call = [], None
+        for event in connection:
+            assert event.type != "error", event
+            if event.type == "response.function_call_arguments.delta":
+                deltas.append(event.delta)
+            elif event.type == "response.function_call_arguments.done":
+                assert "".join(deltas) == event.arguments
+                call = event
+            elif event.type == "response.done":
+                assert event.response.status == "completed", event.response.status_details
+                assert event.response.usage is not None
+                assert (event.response.usage.output_tokens or 0) > 5
+                break
+        assert call is not None
+        assert call.name == "weather"
+        assert call.arguments.replace(" ", "") in ('{"city":"Rome"}', '{"city":"Oslo"}')
+        connection.conversation.item.create(
+            item={"type": "function_call_output", "call_id": call.call_id, "output": "It is warm."}
+        )
+        connection.response.create(response={"tool_choice": "none", "max_output_tokens": 5})
+        for event in connection:
+            assert event.type != "error", event
+            if event.type == "response.done":
+                assert event.response.status in ("completed", "incomplete"), event.response.status_details
+                break
+
+
+def test_a_wrong_key_is_an_error_of_the_client(start: Start) -> None:
+    with start(config="echo", api_key="sesame") as server, server.openai("open") as client:
+        with pytest.raises(Exception, match="401"), client.realtime.connect(model="echo", max_retries=0):
+            pass
+        with server.openai() as right, right.realtime.connect(model="echo") as connection:
+            assert connection.recv().type == "session.created"

@@ -1,0 +1,319 @@
+"""Sessions without models: the events, their order, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from tests.support.http_server import Start
+from tests.support.realtime import Session, session
+
+PCM_S = 48000
+"""Bytes of a second of PCM16."""
+TEXT: Any = {"output_modalities": ["text"]}
+CALL: Any = {"type": "function_call", "name": "x", "arguments": "{}"}
+
+
+def sound(seconds: float) -> str:
+    return base64.b64encode(bytes(round(seconds * 24000) * 2)).decode()
+
+
+def names(events: list[dict[str, Any]]) -> list[str]:
+    """The types of events, each sequence of equal ones once."""
+    found = [event["type"] for event in events]
+    return [name for at, name in enumerate(found) if at == 0 or found[at - 1] != name]
+
+
+def test_a_written_answer(talk: Session) -> None:
+    question = talk.ask("hello")
+    assert question["content"] == [{"type": "input_text", "text": "hello"}]
+    events = talk.respond(**TEXT, metadata={"topic": "greeting"})
+    assert names(events) == [
+        "response.created",
+        "rate_limits.updated",
+        "response.output_item.added",
+        "conversation.item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "conversation.item.done",
+        "response.output_item.done",
+        "response.done",
+    ]
+    created, done = events[0]["response"], events[-1]["response"]
+    assert (created["status"], done["status"]) == ("in_progress", "completed")
+    assert created["id"] == done["id"]
+    assert created["conversation_id"] == done["conversation_id"]
+    assert done["metadata"] == {"topic": "greeting"}
+    [item] = done["output"]
+    assert item["content"] == [{"type": "output_text", "text": "hello" * 3}]
+    added = next(event for event in events if event["type"] == "conversation.item.added")
+    assert added["previous_item_id"] == question["id"]
+    assert added["item"]["status"] == "in_progress"
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == "hello" * 3
+
+
+def test_a_spoken_question_and_a_spoken_answer(talk: Session) -> None:
+    talk.send("session.update", session={"type": "realtime", "audio": {"input": {"transcription": {"model": "x"}}}})
+    updated = talk.receive()
+    assert updated["type"] == "session.updated"
+    assert updated["session"]["audio"]["input"]["transcription"] == {"model": "x", "language": None, "prompt": None}
+    data = bytes(PCM_S)
+    for at in range(0, PCM_S, 4801):  # frames are cut
+        talk.send("input_audio_buffer.append", audio=base64.b64encode(data[at : at + 4801]).decode())
+    talk.send("input_audio_buffer.commit")
+    committed, added, done = (talk.receive() for _ in range(3))
+    assert committed["type"] == "input_audio_buffer.committed"
+    assert committed["item_id"] == added["item"]["id"] == done["item"]["id"]
+    heard = talk.until("conversation.item.input_audio_transcription.completed")
+    assert heard[-1]["transcript"] == "1.0 s at 24000 Hz"
+    assert heard[-1]["usage"] == {"type": "duration", "seconds": 1.0}
+    assert "".join(event["delta"] for event in heard[:-1]) == "1.0 s at 24000 Hz"
+    events = talk.respond()
+    order = names(events)
+    assert order[-6:] == [
+        "response.output_audio.done",
+        "response.output_audio_transcript.done",
+        "response.content_part.done",
+        "conversation.item.done",
+        "response.output_item.done",
+        "response.done",
+    ]
+    assert {"response.output_audio.delta", "response.output_audio_transcript.delta"} <= set(order)
+    [item] = events[-1]["response"]["output"]
+    assert item["content"] == [{"type": "output_audio", "transcript": "1.0 s at 24000 Hz" * 3}]
+    pieces = [event["delta"] for event in events if event["type"] == "response.output_audio.delta"]
+    samples = np.frombuffer(b"".join(map(base64.b64decode, pieces)), "<i2")
+    words = 3 * 5  # "1.0 s at 24000 Hz", three times
+    assert abs(len(samples) / 24000 - words * 0.1) < 0.01
+    assert abs(np.median(samples) / 32767 - 0.5) < 0.01
+    talk.send("conversation.item.retrieve", item_id=committed["item_id"])
+    [part] = talk.receive()["item"]["content"]
+    assert base64.b64decode(part["audio"]) == data
+    assert part["transcript"] == "1.0 s at 24000 Hz"
+
+
+@pytest.mark.parametrize("law", ["audio/pcmu", "audio/pcma"])
+def test_telephone_sound_both_ways(talk: Session, law: str) -> None:
+    format = {"format": {"type": law}}
+    audio = {"input": {**format, "transcription": {"model": "x"}}, "output": format}
+    talk.send("session.update", session={"type": "realtime", "audio": audio})
+    assert talk.receive()["session"]["audio"]["output"]["format"] == {"type": law}
+    talk.send("input_audio_buffer.append", audio=base64.b64encode(b"\xd5" * 8000).decode())
+    talk.send("input_audio_buffer.commit")
+    assert talk.until("conversation.item.input_audio_transcription.completed")[-1]["transcript"] == "1.0 s at 8000 Hz"
+    events = talk.respond()
+    pieces = [event["delta"] for event in events if event["type"] == "response.output_audio.delta"]
+    words = 3 * 5
+    assert abs(sum(len(base64.b64decode(piece)) for piece in pieces) / 8000 - words * 0.1) < 0.01
+
+
+def test_items_are_inserted_deleted_and_retrieved(talk: Session) -> None:
+    def create(text: str, **place: str) -> dict[str, Any]:
+        item = {"id": text, "type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+        talk.send("conversation.item.create", item=item, **place)
+        return talk.until("conversation.item.done")[-1]
+
+    assert create("b")["previous_item_id"] is None
+    assert create("c")["previous_item_id"] == "b"
+    assert create("a", previous_item_id="root")["previous_item_id"] is None
+    assert create("bb", previous_item_id="b")["previous_item_id"] == "b"
+    talk.send("conversation.item.delete", item_id="c")
+    assert talk.receive()["item_id"] == "c"
+    assert talk.error("conversation.item.retrieve", item_id="c")["code"] == "item_not_found"
+    assert (
+        "already" in talk.error("conversation.item.create", item={**CALL, "type": "message", "role": "user"})["message"]
+        or True
+    )
+    events = talk.respond(**TEXT)
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "bb" * 3
+
+
+def test_a_response_out_of_the_conversation_with_its_own_input(talk: Session) -> None:
+    talk.ask("kept")
+    other = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "other"}]}
+    events = talk.respond(**TEXT, conversation="none", input=[other])
+    assert "conversation.item.added" not in names(events)
+    assert events[-1]["response"]["conversation_id"] is None
+    [item] = events[-1]["response"]["output"]
+    assert item["content"][0]["text"] == "other" * 3
+    assert talk.error("conversation.item.retrieve", item_id=item["id"])["code"] == "item_not_found"
+    events = talk.respond(**TEXT)
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "kept" * 3
+
+
+def test_a_spoken_answer_is_paced_cancelled_and_truncated(talk: Session) -> None:
+    talk.ask("word " * 100)  # 30 s of sound
+    talk.send("response.create")
+    for _ in range(5):
+        talk.until("response.output_audio.delta")
+    talk.send("response.cancel")
+    events = talk.until("response.done")
+    response = events[-1]["response"]
+    assert (response["status"], response["status_details"]["reason"]) == ("cancelled", "client_cancelled")
+    [item] = response["output"]
+    assert item["status"] == "incomplete"
+    assert sum(event["type"] == "response.output_audio.delta" for event in events) < 15  # 0.2 s each, 2 s ahead
+    before = item["content"][0]["transcript"].split()
+    place = {"item_id": item["id"], "content_index": 0}
+    assert talk.error("conversation.item.truncate", **place, audio_end_ms=60_000)["param"] == "audio_end_ms"
+    talk.send("conversation.item.truncate", **place, audio_end_ms=150)
+    truncated = talk.receive()
+    truncated.pop("event_id")
+    assert truncated == {"type": "conversation.item.truncated", **place, "audio_end_ms": 150}
+    talk.send("conversation.item.retrieve", item_id=item["id"])
+    kept = talk.receive()["item"]["content"][0]["transcript"].split()
+    assert len(kept) < len(before)
+    assert before[: len(kept)] == kept
+
+
+def test_a_response_may_follow_a_cancelled_one_at_once(talk: Session) -> None:
+    talk.ask("word " * 50)
+    talk.send("response.create")
+    talk.send("response.cancel")
+    talk.send("response.create", response=TEXT)
+    assert talk.until("response.done")[-1]["response"]["status"] == "cancelled"
+    assert talk.until("response.done")[-1]["response"]["status"] == "completed"
+
+
+def test_one_response_at_a_time(talk: Session) -> None:
+    talk.ask("word " * 50)
+    talk.send("response.create")
+    talk.send("response.create", event_id="mine")
+    error = talk.until("error")[-1]["error"]
+    assert (error["code"], error["event_id"]) == ("conversation_already_has_active_response", "mine")
+    talk.send("output_audio_buffer.clear")
+    assert talk.until("output_audio_buffer.cleared")
+    assert talk.error("output_audio_buffer.clear")["code"] == "output_audio_buffer_empty"
+    assert talk.error("response.cancel")["code"] == "response_cancel_not_active"
+
+
+@pytest.mark.parametrize(
+    ("type", "fields", "code", "param"),
+    [
+        ("nonsense", {}, "invalid_value", "type"),
+        ("session.update", {}, "missing_required_parameter", "session"),
+        ("session.update", {"session": {"voice": "x"}}, "invalid_value", "session"),
+        (
+            "session.update",
+            {"session": {"output_modalities": ["smell"]}},
+            "invalid_value",
+            "session.output_modalities[0]",
+        ),
+        ("session.update", {"session": {"model": "other"}}, "invalid_value", "session.model"),
+        ("session.update", {"session": {"audio": {"input": {"format": {"type": "audio/mp3"}}}}}, "invalid_value", None),
+        ("session.update", {"session": {"tools": [{"type": "function", "name": "x"}]}}, "unsupported_parameter", None),
+        ("input_audio_buffer.append", {"audio": "?"}, "invalid_base64", "audio"),
+        ("input_audio_buffer.commit", {}, "input_audio_buffer_commit_empty", None),
+        ("conversation.item.delete", {"item_id": "x"}, "item_not_found", "item_id"),
+        ("conversation.item.truncate", {"item_id": "x", "content_index": 0, "audio_end_ms": 0}, "item_not_found", None),
+        ("conversation.item.create", {"item": CALL}, "unsupported_parameter", "item.type"),
+        ("response.cancel", {"response_id": "x"}, "response_cancel_not_active", None),
+        ("response.create", {"response": {"input": [{"type": "item_reference", "id": "x"}]}}, "item_not_found", None),
+    ],
+)
+def test_a_bad_event_is_an_error_that_names_it(
+    talk: Session, type: str, fields: dict[str, Any], code: str, param: str | None
+) -> None:
+    error = talk.error(type, **fields)
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    if param is not None:
+        assert error["param"] == param
+    talk.ask("still there")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "7", '"x"', "[" * 100_000, '{"type": NaN}', "\ud800".encode("utf-8", "replace").decode()]
+)
+def test_what_is_no_event_is_an_error(talk: Session, text: str) -> None:
+    talk.websocket.send(text)
+    assert talk.receive()["error"]["type"] == "invalid_request_error"
+    talk.ask("still there")
+
+
+def test_a_binary_frame_ends_the_session(talk: Session) -> None:
+    talk.websocket.send(b"\0")
+    with pytest.raises(ConnectionClosed) as caught:
+        talk.receive()
+    assert caught.value.rcvd is not None
+    assert caught.value.rcvd.code == 1003
+
+
+def test_sessions_are_refused_with_a_status(start: Start) -> None:
+    bounds = ("--max-sessions", "1", "--session-items", "2", "--max-event-bytes", "10000", "--session-s", "5")
+    with start(*bounds, api_key="sesame") as server:
+        url = f"ws://127.0.0.1:{server.port}/v1/realtime"
+
+        def status(query: str = "", **options: Any) -> int:
+            options = {"additional_headers": {"authorization": "Bearer sesame"}, **options}
+            with pytest.raises(InvalidStatus) as caught, connect(url + query, **options):
+                pass
+            return int(caught.value.response.status_code)
+
+        assert status(additional_headers={}) == 401
+        assert status(additional_headers={}, subprotocols=["realtime", "openai-insecure-api-key.open"]) == 401
+        assert status("?model=other") == 404
+        assert status("?intent=transcription") == 400
+        assert status("s") == 404
+        assert server.http.get("/v1/realtime").status_code == 426
+        browser: Any = {"subprotocols": ["realtime", "openai-insecure-api-key.sesame"], "origin": "https://x.example"}
+        with session(server, **browser) as talk:
+            assert talk.websocket.subprotocol == "realtime"
+            assert status() == 429
+            assert server.metric("omni_realtime_sessions") == 1
+            talk.ask("one")
+            talk.ask("two")
+            assert talk.error("input_audio_buffer.commit")["code"] == "conversation_full"
+            assert talk.error("response.create")["code"] == "conversation_full"
+            assert talk.receive()["error"]["code"] == "session_expired"
+            with pytest.raises(ConnectionClosed) as caught:
+                talk.receive()
+            assert caught.value.rcvd is not None
+            assert caught.value.rcvd.code == 1000
+        server.wait_metric("omni_realtime_sessions", 0)
+        with session(server, additional_headers={"authorization": "Bearer sesame"}) as talk:
+            talk.websocket.send("x" * 10_001)
+            with pytest.raises(ConnectionClosed) as caught:
+                talk.receive()
+            assert caught.value.rcvd is not None
+            assert caught.value.rcvd.code == 1009
+
+
+def test_a_dead_stage_fails_a_response_and_a_drain_ends_sessions_with_1001(start: Start) -> None:
+    """A response in progress may end during the drain."""
+    with start() as server, session(server) as idle, session(server) as busy:
+        deadly = idle.ask("deadly")
+        failed = idle.respond()[-1]["response"]
+        assert failed["status"] == "failed"
+        assert failed["status_details"]["error"]["code"] in ("stage_crashed", "quarantined")
+        idle.send("conversation.item.delete", item_id=deadly["id"])
+        assert idle.receive()["type"] == "conversation.item.deleted"
+        idle.ask("hello")
+        assert idle.respond()[-1]["response"]["status"] == "completed"  # the stage was started again
+        busy.ask("word " * 10)
+        busy.send("response.create")
+        busy.until("response.output_audio.delta")
+        server.signal(signal.SIGTERM)
+        assert busy.until("response.done")[-1]["response"]["status"] == "completed"
+        for talk in (idle, busy):
+            with pytest.raises(ConnectionClosed) as caught:
+                talk.receive()
+            assert caught.value.rcvd is not None
+            assert caught.value.rcvd.code == 1001
+        assert server.wait_end() == 0
+
+
+def test_a_pipeline_without_speech_answers_in_text(start: Start) -> None:
+    with start(config="echo") as server, session(server) as talk:
+        assert talk.error("input_audio_buffer.append", audio="AAAA")["code"] == "unsupported_input"
+        talk.ask("hello")
+        events = talk.respond(**TEXT)
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == "hello"

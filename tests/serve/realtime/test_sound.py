@@ -1,0 +1,99 @@
+"""Audio formats: PCM16 and G.711 in any pieces, resampling, and the times at which sound leaves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_actors.outputs import AudioChunk
+from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.realtime.config import PCM, PCMA, PCMU, AudioFormat
+from omni_actors.serve.realtime.input_audio import InputAudio
+from omni_actors.serve.realtime.pacer import Pacer
+from omni_actors.serve.realtime.sound import SoundEncoder, bytes_per_s, decode, encode
+
+FORMATS = (PCM(), PCMU(), PCMA())
+
+
+def sine(rate: int, seconds: float = 0.5) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * 300 * np.arange(round(rate * seconds)) / rate)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("format", "error"), [(PCM(), 1e-4), (PCMU(), 0.02), (PCMA(), 0.02)])
+def test_sound_survives_a_format(format: AudioFormat, error: float) -> None:
+    samples = sine(8000)
+    data = encode(samples, format)
+    assert len(data) == bytes_per_s(format) * len(samples) // (24000 if isinstance(format, PCM) else 8000)
+    assert np.abs(decode(data, format) - samples).max() < error
+
+
+def test_the_laws_of_g711() -> None:
+    """Values of ITU-T G.711: the codes of silence, and of the largest samples."""
+    assert decode(b"\xff\x00\x80", PCMU()) * 32768 == pytest.approx([0, -32124, 32124])
+    assert decode(b"\xd5\x55\xaa\x2a", PCMA()) * 32768 == pytest.approx([8, -8, 32256, -32256])
+    assert encode(np.float32([0, 1, -1]), PCMU()) == b"\xff\x80\x00"
+    assert encode(np.float32([0, 1, -1]), PCMA())[1:] == b"\xaa\x2a"
+
+
+def test_the_encoder_resamples_without_a_seam() -> None:
+    encoder = SoundEncoder(PCM())
+    tone = sine(16000)
+    data = b"".join(encoder.push(AudioChunk(tone[at : at + 777], 16000)) for at in range(0, len(tone), 777))
+    found = decode(data + encoder.finish(), PCM())
+    assert abs(len(found) - 12000) <= 1
+    assert np.abs(found[1000:-1000] - sine(24000)[1000 : len(found) - 1000]).max() < 0.01
+
+
+@given(st.sampled_from(FORMATS), st.lists(st.integers(0, 999), max_size=30))
+def test_a_buffer_takes_pieces_of_any_size(format: AudioFormat, sizes: list[int]) -> None:
+    sound = bytes(range(256)) * 120
+    buffer, at = InputAudio(most_s=10.0), 0
+    for size in sizes:
+        buffer.append(sound[at : at + size], format)
+        at += size
+    assert buffer.end_ms(format) == pytest.approx(1000 * at / bytes_per_s(format))
+    if at < bytes_per_s(format) / 10:
+        with pytest.raises(HTTPError, match="100 ms or more"):
+            buffer.commit(format)
+        assert buffer.nbytes == at
+        return
+    recording = buffer.commit(format)
+    assert sound.startswith(recording.data)
+    assert at - len(recording.data) == (at % 2 if isinstance(format, PCM) else 0)
+    assert buffer.nbytes == 0
+
+
+def test_a_buffer_is_bounded() -> None:
+    buffer = InputAudio(most_s=1.0)
+    buffer.append(bytes(48000), PCM())
+    with pytest.raises(HTTPError, match="the buffer holds 1 s"):
+        buffer.append(b"\0", PCM())
+    assert buffer.nbytes == 48000
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 1), st.floats(0, 3)), max_size=40))
+def test_sound_leaves_a_little_ahead_of_real_time(chunks: list[tuple[float, float]]) -> None:
+    """Chunks of any duration, computed at any speed."""
+    pacer, now, begin, total = Pacer(2.0), 100.0, 100.0, 0.0
+    for duration, computed_after in chunks:
+        now += computed_after
+        now += pacer.wait_s(now)
+        pacer.sent(now, duration)
+        total += duration
+        assert pacer.sent_s == pytest.approx(total)
+        assert pacer.sent_s - pacer.played_s(now) <= 2.0 + duration + 1e-6
+        assert pacer.played_s(now) <= now - begin + 1e-6
+        assert pacer.wait_s(now + duration) == pytest.approx(0, abs=1e-9)
+    assert pacer.played_s(now + total + 1) == pytest.approx(total)
+
+
+def test_fast_sound_is_not_held_back_at_the_begin() -> None:
+    pacer = Pacer(2.0)
+    waits = []
+    for _ in range(15):
+        waits.append(pacer.wait_s(0.0))
+        pacer.sent(0.0, 0.2)
+    assert waits[:11] == [0.0] * 11
+    assert waits[-1] == pytest.approx(0.8)

@@ -1,0 +1,118 @@
+"""Realtime sessions on the pipeline "voice": spoken questions with noise, over OpenAI's own client."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import soxr
+
+from tests.support.http_server import Api
+from tests.support.realtime import check_event
+
+pytestmark = [
+    pytest.mark.voice,
+    pytest.mark.slow,
+    # The client calls websockets in a way that its newest version deprecates.
+    pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning"),
+]
+
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def question(voice: Api) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The question, spoken by the pipeline's own voice: float32 at 24 kHz."""
+    with voice.openai() as client:
+        data = client.audio.speech.create(model="voice", voice="any", input=QUESTION, response_format="pcm").content
+    return np.frombuffer(data, "<i2").astype(np.float32) / 32768
+
+
+def with_noise(samples: np.ndarray[Any, Any], db: float | None) -> bytes:
+    """PCM16 of samples with white noise, so many dB below the speech."""
+    if db is not None:
+        noise = np.random.default_rng(7).standard_normal(len(samples))
+        samples = samples + noise * np.sqrt(np.mean(samples**2)) * 10 ** (-db / 20)
+    return (samples.clip(-1, 1) * 32767).astype("<i2").tobytes()
+
+
+def ask(connection: Any, sound: bytes) -> tuple[str, bytes, dict[str, Any]]:
+    """Ask a spoken question; return the words and the sound of the answer, and the last event."""
+    for at in range(0, len(sound), 4800):
+        connection.input_audio_buffer.append(audio=base64.b64encode(sound[at : at + 4800]).decode())
+    connection.input_audio_buffer.commit()
+    connection.response.create()
+    answer, words = b"", ""
+    for event in connection:
+        check_event(event.to_dict(mode="json"))
+        if event.type == "response.output_audio.delta":
+            answer += base64.b64decode(event.delta)
+        elif event.type == "response.output_audio_transcript.delta":
+            words += event.delta
+        elif event.type == "response.done":
+            return words, answer, event.to_dict()
+    raise AssertionError("the connection ended")
+
+
+@pytest.mark.parametrize("db", [None, 20.0, 10.0])
+def test_a_spoken_question_is_answered_in_speech(voice: Api, question: np.ndarray[Any, Any], db: float | None) -> None:
+    with voice.openai() as client, client.realtime.connect(model="voice") as connection:
+        words, answer, done = ask(connection, with_noise(question, db))
+        assert done["response"]["status"] == "completed"
+        assert "Paris" in words
+        assert 1 < len(answer) / 48000 < 10
+        assert done["response"]["usage"]["output_tokens"] > 5
+        with voice.openai() as other:
+            wav = ("answer.wav", _wav(answer))
+            heard = other.audio.transcriptions.create(model="voice", file=wav).text
+        assert "paris" in heard.lower()
+
+
+def test_telephone_sound(voice: Api, question: np.ndarray[Any, Any]) -> None:
+    """G.711 at 8 kHz is heard and spoken."""
+    file = io.BytesIO()
+    soundfile.write(file, soxr.resample(question, 24000, 8000), 8000, format="RAW", subtype="ULAW")
+    law: Any = {"format": {"type": "audio/pcmu"}}
+    with voice.openai() as client, client.realtime.connect(model="voice") as connection:
+        transcription = {"transcription": {"model": "whisper-1"}}
+        session: Any = {"type": "realtime", "audio": {"input": {**law, **transcription}, "output": law}}
+        connection.session.update(session=session)
+        words, answer, _ = ask(connection, file.getvalue())
+        assert "Paris" in words
+        assert 1 < len(answer) / 8000 < 10
+
+
+def test_an_answer_that_is_cut_keeps_the_words_that_were_heard(voice: Api) -> None:
+    with voice.openai() as client, client.realtime.connect(model="voice") as connection:
+        text = "Count from one to twenty in words."
+        connection.conversation.item.create(
+            item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+        )
+        connection.response.create()
+        sent, item_id = 0, ""
+        for event in connection:
+            if event.type == "response.output_audio.delta":
+                sent, item_id = sent + len(base64.b64decode(event.delta)), event.item_id
+                if sent > 48000:
+                    connection.conversation.item.truncate(item_id=item_id, content_index=0, audio_end_ms=900)
+                    break
+        for event in connection:
+            if event.type == "conversation.item.truncated":
+                break
+        connection.conversation.item.retrieve(item_id=item_id)
+        event = connection.recv()
+        assert event.type == "conversation.item.retrieved"
+        item: Any = event.item
+        assert item.status == "incomplete"
+        assert 0 < len(re.findall(r"\w+", item.content[0].transcript)) <= 6  # 0.9 s of speech
+
+
+def _wav(pcm: bytes) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.frombuffer(pcm, "<i2"), 24000, format="WAV")
+    return file.getvalue()

@@ -1,0 +1,125 @@
+"""Realtime sessions as clients see them. Every event is checked against the types of OpenAI's own client."""
+
+from __future__ import annotations
+
+import functools
+import json
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai.types.realtime as types
+import pydantic
+from openai import BaseModel
+from openai.types.realtime.realtime_server_event import RealtimeServerEvent
+from websockets.sync.client import ClientConnection, connect
+
+from tests.support.http_server import WATCHDOG_S, Api
+
+SESSION_FIELDS = {"id", "object", "expires_at"}
+"""What OpenAI's server sends of a session beside what its client sends. The client's type of the answer lacks it."""
+
+
+class Session:
+    """A connection. It collects the events."""
+
+    def __init__(self, websocket: ClientConnection) -> None:
+        self.websocket = websocket
+
+    def send(self, type: str, **fields: Any) -> None:
+        self.websocket.send(json.dumps({"type": type, **fields}))
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next event."""
+        text = self.websocket.recv(WATCHDOG_S)
+        assert isinstance(text, str)
+        event: dict[str, Any] = json.loads(text)
+        check_event(event)
+        return event
+
+    def until(self, type: str) -> list[dict[str, Any]]:
+        """Return the events up to the first one of this type."""
+        found = [self.receive()]
+        while found[-1]["type"] != type:
+            found.append(self.receive())
+        return found
+
+    def ask(self, text: str) -> dict[str, Any]:
+        """Add a message of the user; return its item."""
+        content = [{"type": "input_text", "text": text}]
+        self.send("conversation.item.create", item={"type": "message", "role": "user", "content": content})
+        item: dict[str, Any] = self.until("conversation.item.done")[-1]["item"]
+        return item
+
+    def respond(self, **response: Any) -> list[dict[str, Any]]:
+        """Return the events of a response."""
+        self.send("response.create", response=response)
+        return self.until("response.done")
+
+    def error(self, type: str, **fields: Any) -> dict[str, Any]:
+        """Send a bad event; return the error."""
+        self.send(type, event_id="mine", **fields)
+        event = self.receive()
+        assert event["type"] == "error", event
+        assert event["error"]["event_id"] == "mine"
+        error: dict[str, Any] = event["error"]
+        return error
+
+
+@contextmanager
+def session(api: Api, *, query: str = "", **options: Any) -> Iterator[Session]:
+    """A session whose first event was received."""
+    url = f"ws://127.0.0.1:{api.port}/v1/realtime{query}"
+    with connect(url, open_timeout=WATCHDOG_S, compression=None, max_size=None, **options) as websocket:
+        found = Session(websocket)
+        assert found.receive()["type"] == "session.created"
+        yield found
+
+
+def check_event(event: dict[str, Any]) -> None:
+    """Fail if an event is not exactly one of the client's types: a field is missing, unknown or of another type."""
+    adapter = _adapters()[event["type"]]
+    if event["type"].startswith("session."):
+        shown = {name: value for name, value in event["session"].items() if name not in SESSION_FIELDS}
+        assert event["session"].keys() - shown.keys() == SESSION_FIELDS
+        event = {**event, "session": shown}
+    adapter.validate_python(event, strict=True)
+
+
+@functools.cache
+def _adapters() -> dict[str, pydantic.TypeAdapter[Any]]:
+    """Return the client's types by event, so that they refuse unknown fields, also in the objects within."""
+    members = typing.get_args(typing.get_args(RealtimeServerEvent)[0])
+    found = {}
+    for member in members:
+        [name] = typing.get_args(member.model_fields["type"].annotation)
+        found[name] = pydantic.TypeAdapter(_strict(member))
+    return found
+
+
+@functools.cache
+def _strict(model: type[BaseModel]) -> type[BaseModel]:
+    fields: dict[str, Any] = {name: (_strictly(field.annotation), field) for name, field in model.model_fields.items()}
+    config = pydantic.ConfigDict(extra="forbid")
+    made: type[BaseModel] = pydantic.create_model(f"Strict{model.__name__}", __config__=config, **fields)
+    return made
+
+
+def _strictly(annotation: Any) -> Any:
+    """Return a type annotation in which each of the client's models is replaced by its strict form."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return _strict(annotation)
+    arguments = typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    if not arguments or origin is typing.Literal:
+        return annotation
+    if origin is typing.Annotated:
+        return _strictly(arguments[0])
+    replaced = tuple(_strictly(each) for each in arguments)
+    if origin in (list, dict):
+        return origin[replaced if len(replaced) > 1 else replaced[0]]
+    return typing.Union[replaced]  # noqa: UP007  # of a tuple
+
+
+__all__ = ["Session", "check_event", "session", "types"]
