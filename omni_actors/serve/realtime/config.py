@@ -169,15 +169,10 @@ def convert(given: Any, type: type[_T], place: str) -> _T:
         return msgspec.convert(given, type)
     except msgspec.ValidationError as error:
         refusal = from_validation(error, lambda _: ())
-        param = ".".join(filter(None, (place, refusal.param)))
-        message = refusal.message if refusal.param else f"{place}: {refusal.message}" if place else refusal.message
-        raise type_of_refusal(refusal, message, param) from error
-
-
-def type_of_refusal(refusal: Any, message: str, param: str) -> Any:
-    """Return a refusal about ``param``."""
-    refusal.message, refusal.param = message, param or None
-    return refusal
+        if place:
+            refusal.message = f"{place}.{refusal.message}" if refusal.param else f"{place}: {refusal.message}"
+            refusal.param = f"{place}.{refusal.param}" if refusal.param else place
+        raise refusal from error
 
 
 def to_wire(config: SessionConfig) -> dict[str, Any]:

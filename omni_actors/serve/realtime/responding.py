@@ -55,6 +55,7 @@ class Response:
         pipeline: SessionPipeline,
         outbox: Outbox,
         conversation: Conversation | None,
+        *,
         request: Request,
         entries: Sequence[Entry],
     ) -> None:

@@ -306,7 +306,7 @@ class Session:
             request.head["conversation_id"] = self._conversation_id
         entries = self._conversation.entries if asked.input is None else [self._given(each) for each in asked.input]
         conversation = None if is_apart else self._conversation
-        self._response = Response(self._pipeline, self._outbox, conversation, request, entries)
+        self._response = Response(self._pipeline, self._outbox, conversation, request=request, entries=entries)
         assert self._nursery is not None
         self._nursery.start_soon(self._run_response, self._response)
 
