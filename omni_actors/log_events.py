@@ -204,6 +204,17 @@ class RequestServed(LogEvent, frozen=True, kw_only=True):
         return f"{request} {self.body_bytes} bytes {self.seconds:.3f} s {self.request_id}"
 
 
+class PipelineFailed(LogEvent, frozen=True, kw_only=True):
+    """One of several pipelines cannot load. The others are served."""
+
+    level: ClassVar[int] = logging.ERROR
+    pipeline: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the pipeline {self.pipeline!r} cannot load: {self.reason}"
+
+
 class ServerFailed(LogEvent, frozen=True, kw_only=True, omit_defaults=True):
     """The server ends because it cannot serve.
 

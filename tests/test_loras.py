@@ -19,6 +19,7 @@ from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.serve.app import build
 from omni_actors.serve.media.loader import MediaLoader
+from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.settings import ServerSettings
 from omni_actors.stages.adapters.files import read
 from omni_actors.sync import Omni
@@ -150,7 +151,9 @@ async def test_an_adapter_is_a_model_of_the_http_server(tmp_path: Path) -> None:
     pipeline = Pipeline(name="base", stages={"only": Stage(engine="echo", accepts=("messages",), emits="text")})
     async with OmniSystem.open(pipeline) as omni:
         await omni.add_lora("marked", saved(tmp_path, "1"))
-        app = build(omni, ServerSettings(), media=MediaLoader(), has_loaded=lambda: True)
+        pipelines = Pipelines([omni])
+        pipelines.loaded.add("base")
+        app = build(pipelines, ServerSettings(), media=MediaLoader())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
             models = (await client.get("/v1/models")).json()["data"]
             assert [(each["id"], each.get("parent")) for each in models] == [("base", None), ("marked", "base")]

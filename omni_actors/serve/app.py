@@ -27,6 +27,7 @@ from omni_actors.serve.api.openapi import EVENTS, JSON, Form, Operation, documen
 from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
+from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.routes import (
     admin,
     chat,
@@ -45,7 +46,6 @@ from omni_actors.serve.state_feed import StateFeed
 from omni_actors.serve.tracing import TraceContext
 from omni_actors.system import OmniSystem
 
-LOADING_RETRY_S = 1
 BODY_BUDGET_FACTOR = 4
 """The bytes of all arriving requests are limited to this many times ``max_body_bytes``."""
 
@@ -114,25 +114,23 @@ PUBLIC = {"/health", "/ping"}
 
 
 def build(
-    system: OmniSystem,
+    pipelines: Pipelines,
     settings: ServerSettings,
     *,
     media: MediaLoader,
-    has_loaded: Callable[[], bool],
-    is_draining: Callable[[], bool],
+    is_draining: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
     """Return the complete ASGI application.
 
     Args:
-        system: the running pipeline.
+        pipelines: the running pipelines.
         settings: which requests to refuse.
         media: loads the files of requests.
-        has_loaded: whether all stages have been ready once. Until then, requests for the pipeline are refused.
         is_draining: whether the server has begun to drain.
     """
     max_bytes = BODY_BUDGET_FACTOR * settings.max_body_bytes
-    admission = AdmissionControl(system, max_bytes=max_bytes, max_request_bytes=settings.max_body_bytes)
-    arriving = Gauge("omni_http_arriving", "Requests that are being read or decoded", registry=system.metrics.registry)
+    admission = AdmissionControl(*pipelines.systems, max_bytes=max_bytes, max_request_bytes=settings.max_body_bytes)
+    arriving = Gauge("omni_http_arriving", "Requests that are being read or decoded", registry=pipelines.registry)
     arriving.set_function(lambda: len(admission.tickets))
 
     operations = admin.OPERATIONS if settings.enable_admin else {}
@@ -141,24 +139,25 @@ def build(
     def admit(path: str) -> AdmissionTicket | None:
         if path not in MODEL_ROUTES and path not in calls and path != realtime.PATH:
             return None
-        if not has_loaded():
-            message = "the model is loading; see /health"
-            raise HTTPError(503, message, code="loading", retry_after_s=LOADING_RETRY_S)
+        pipelines.require_any_loaded()
         if path == realtime.PATH:
             return None
         return admission.admit(needs_place=path in MODEL_ROUTES)
 
-    sessions = realtime.Realtime(system, settings)
-    gauge = Gauge("omni_realtime_sessions", "Sessions of the realtime API", registry=system.metrics.registry)
+    sessions = realtime.Realtime(pipelines, settings)
+    gauge = Gauge("omni_realtime_sessions", "Sessions of the realtime API", registry=pipelines.registry)
     gauge.set_function(lambda: sessions.count)
     app = _starlette(operations, sessions)
     app.state.openapi = document(_described(operations), has_key=settings.api_key is not None)
-    app.state.system, app.state.media, app.state.is_draining = system, media, is_draining
-    app.state.state_feed = StateFeed(system.live_state, is_draining)
+    app.state.pipelines, app.state.system = pipelines, pipelines.first
+    app.state.media, app.state.is_draining = media, is_draining
+    app.state.state_feeds = {
+        name: StateFeed(system.live_state, is_draining) for name, system in pipelines.by_name.items()
+    }
     app.state.created, app.state.api_key = int(time.time()), settings.api_key
     gate = RequestGate(
         app,
-        system.metrics.registry,
+        pipelines.registry,
         api_key=settings.api_key,
         max_body_bytes=settings.max_body_bytes,
         public=PUBLIC,
@@ -166,7 +165,7 @@ def build(
         websockets={realtime.PATH},
         admit=admit,
     )
-    traced: ASGIApp = TraceContext(gate) if system.is_tracing_enabled else gate
+    traced: ASGIApp = TraceContext(gate) if pipelines.first.is_tracing_enabled else gate
     has_key = settings.api_key is not None
     checked = OriginCheck(
         traced,

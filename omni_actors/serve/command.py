@@ -7,7 +7,8 @@ does not load, an internal error); 2 a bad configuration, API key, origin or hos
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -17,10 +18,13 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.command_line import PIPELINE, click_errors, override_option, verbose_option
+from omni_actors.config import Pipeline
+from omni_actors.errors import ConfigError
 from omni_actors.serve import logs
 from omni_actors.serve.logs import LogFormat
 from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
 
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
 AT_LEAST_1 = click.IntRange(min=1)
 
 _Option: TypeAlias = Callable[[Callable[..., Any]], Any]
@@ -38,7 +42,7 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 
 
 @click.command()
-@click.argument("config", type=PIPELINE)
+@click.argument("configs", metavar="CONFIG...", nargs=-1, required=True, type=PIPELINE)
 @_setting("--host", click.STRING, "Address to listen on.")
 @_setting("--port", click.IntRange(0, 65535), "0 selects a free port.")
 @click.option(
@@ -94,7 +98,7 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 @verbose_option
 @override_option
 def serve_command(
-    config: str,
+    configs: tuple[str, ...],
     media_domains: tuple[str, ...],
     media_folders: tuple[Path, ...],
     assignments: tuple[str, ...],
@@ -104,7 +108,9 @@ def serve_command(
 ) -> None:
     """Serve the pipeline CONFIG (a name or a path) with an API compatible with OpenAI's.
 
-    CONFIG may also be a model: a directory, or a name on a hub."""
+    CONFIG may also be a model: a directory, or a name on a hub. Several pipelines share the server, and requests choose
+    one by its name as their model. NAME=CONFIG gives a pipeline another name; --set NAME:PATH=VALUE is for one of them.
+    """
     from omni_actors.serve.media.loader import MediaLoader  # the web stack, which other commands need not import
     from omni_actors.serve.server import serve
 
@@ -117,6 +123,43 @@ def serve_command(
     logs.configure(log_format)
     as_json = log_format == "json"
     with logs.logged_errors(verbose=verbose) if as_json else click_errors(verbose=verbose):
-        overrides = configuration.parse_overrides(assignments)
+        pipelines = load_pipelines(configs, assignments)
         announce = None if as_json else click.echo
-        trio.run(partial(serve, config, settings, overrides=overrides, media=media, announce=announce))
+        trio.run(partial(serve, pipelines, settings, media=media, announce=announce))
+
+
+def load_pipelines(configs: Sequence[str], assignments: Sequence[str]) -> list[Pipeline]:
+    """Return the pipelines of the command line.
+
+    Args:
+        configs: each CONFIG or NAME=CONFIG.
+        assignments: the arguments of ``--set``. "NAME:PATH=VALUE" is for the pipeline NAME (or CONFIG, as it was
+            given), others are for all.
+
+    Raises ConfigError, also for two pipelines of one name.
+    """
+    labels = [_split_name(config)[0] or config for config in configs]
+    pipelines: dict[str, Pipeline] = {}
+    for config, label in zip(configs, labels, strict=True):
+        name, source = _split_name(config)
+        owners = [
+            (next((each for each in labels if given.startswith(f"{each}:")), None), given) for given in assignments
+        ]
+        own = [
+            given if owner is None else given.removeprefix(f"{owner}:")
+            for owner, given in owners
+            if owner in (None, label)
+        ]
+        overrides = configuration.parse_overrides([*own, *([f"name={name}"] if name else [])])
+        pipeline = configuration.load(source, overrides)
+        if pipeline.name in pipelines:
+            accepted = "a name that no other pipeline of the server has; NAME=CONFIG gives one"
+            raise ConfigError(config, "name", pipeline.name, accepted)
+        pipelines[pipeline.name] = pipeline
+    return list(pipelines.values())
+
+
+def _split_name(config: str) -> tuple[str | None, str]:
+    """Return the name that NAME=CONFIG gives, or None, and the CONFIG."""
+    found = None if Path(config).exists() else _NAMED.fullmatch(config)
+    return (None, config) if found is None else (found[1], found[2])

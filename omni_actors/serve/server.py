@@ -11,7 +11,9 @@ Rules
    in progress have ``drain_s``, and at last every request ends with an error (``http.listener``). The second signal
    kills the process, and the kernel then kills the workers. A signal within ``DUPLICATE_SIGNAL_S`` of the first is the
    same one: process managers that signal a process and its group send two.
-4. Clients cannot use up the process's descriptors: the server reserves enough to restart every worker
+4. With several pipelines, one that cannot load does not end the others: it is logged (``pipeline_failed``), /health
+   shows it, and its stages are tried again. The server ends when none can load.
+5. Clients cannot use up the process's descriptors: the server reserves enough to restart every worker
    (``http.descriptors``).
 """
 
@@ -22,9 +24,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,13 @@ import trio
 from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError
-from omni_actors.log_events import LogEvent, ServerDraining, ServerListening, ServerReady, record
+from omni_actors.log_events import LogEvent, PipelineFailed, ServerDraining, ServerListening, ServerReady, record
 from omni_actors.serve.app import build
 from omni_actors.serve.http.buffered_socket import SEND_TIMEOUT_S
 from omni_actors.serve.http.descriptors import DescriptorBudget
 from omni_actors.serve.http.listener import HTTPListener, SocketLost
 from omni_actors.serve.media.loader import MediaLoader
+from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
 from omni_actors.serve.tracing import open_provider
 from omni_actors.system import OmniSystem
@@ -61,7 +63,7 @@ class CannotListen(OmniError):
 
 
 async def serve(
-    config: str | Path | Pipeline = "voice",
+    config: str | Path | Pipeline | Sequence[Pipeline] = "voice",
     settings: ServerSettings = DEFAULTS,
     *,
     overrides: Mapping[str, Any] | None = None,
@@ -70,12 +72,12 @@ async def serve(
     handles_signals: bool = True,
     task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve a pipeline until SIGINT or SIGTERM. Every worker has ended when this returns.
+    """Serve one or several pipelines until SIGINT or SIGTERM. Every worker has ended when this returns.
 
     Args:
-        config: a pipeline, or its name or path.
+        config: a pipeline, or its name or path; or several pipelines, whose names differ.
         settings: how the server listens, which requests it refuses, and when it ends.
-        overrides: values that replace those of ``config``, by their path.
+        overrides: values that replace those of ``config``, by their path. Only for a single pipeline.
         media: loads files at URLs. None: only files in the body are allowed.
         announce: called with one line when the server listens, and with one when it is ready. None: they are logged.
         handles_signals: whether SIGINT and SIGTERM stop the server; if not, only cancellation does.
@@ -85,7 +87,8 @@ async def serve(
     ``exit_on_failed_stage``), StartTimedOut.
     Cancellation ends all requests at once, and stops the workers.
     """
-    pipeline = configuration.load(config, overrides)
+    if isinstance(config, str | Path | Pipeline):
+        config = [configuration.load(config, overrides)]
     descriptors = DescriptorBudget.of_this_process()
     failure: OmniError | None = None
     async with trio.open_nursery() as nursery:
@@ -94,12 +97,17 @@ async def serve(
             with _listening_socket(settings.host, settings.port) as sock:
                 if settings.api_key is None:
                     warn_if_public(sock)
-                async with (
-                    open_provider(settings.otlp_endpoint) as tracer_provider,
-                    OmniSystem.open(pipeline, wait_ready=False, tracer_provider=tracer_provider) as system,
-                ):
-                    server = _Server(system, settings, stop, announce, task_status=task_status)
-                    most = descriptors.max_connections(settings.max_connections, reserved=system.descriptors)
+                async with AsyncExitStack() as stack:
+                    tracer_provider = await stack.enter_async_context(open_provider(settings.otlp_endpoint))
+                    systems = [
+                        await stack.enter_async_context(
+                            OmniSystem.open(pipeline, wait_ready=False, tracer_provider=tracer_provider)
+                        )
+                        for pipeline in config
+                    ]
+                    server = _Server(Pipelines(systems), settings, stop, announce, task_status=task_status)
+                    reserved = sum(system.descriptors for system in systems)
+                    most = descriptors.max_connections(settings.max_connections, reserved=reserved)
                     await server.run(sock, media or MediaLoader(), max_connections=most)
         except OmniError as error:
             failure = error  # raised below, outside the nursery's exception group
@@ -122,22 +130,23 @@ async def _watch_signals(task_status: trio.TaskStatus[trio.Event]) -> None:
 
 
 class _Server:
-    """A listening server with its running pipeline."""
+    """A listening server with its running pipelines."""
 
     def __init__(
         self,
-        system: OmniSystem,
+        pipelines: Pipelines,
         settings: ServerSettings,
         signalled: trio.Event,
         announce: Callable[[str], None] | None,
         *,
         task_status: trio.TaskStatus[str],
     ) -> None:
-        self._system, self._settings, self._signalled, self._announce = system, settings, signalled, announce
+        self._pipelines, self._settings, self._signalled, self._announce = pipelines, settings, signalled, announce
         self._task_status = task_status
         self._stop = trio.Event()
         """Set when the server accepts no more connections."""
-        self._has_loaded = False
+        self._failed: set[str] = set()
+        """The pipelines that could not load."""
         self._failure: OmniError | None = None
         """Why the server cannot serve any more."""
 
@@ -146,27 +155,26 @@ class _Server:
         host, port, *_ = sock.getsockname()
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_stages, url)
+            for system in self._pipelines.systems:
+                nursery.start_soon(self._watch_stages, system, url)
             nursery.start_soon(self._stop_after_notice)
             listener = HTTPListener(
                 sock,
                 build(
-                    self._system,
+                    self._pipelines,
                     self._settings,
                     media=media,
-                    has_loaded=lambda: self._has_loaded,
                     is_draining=lambda: self._signalled.is_set() or self._stop.is_set(),
                 ),
-                self._system.metrics.registry,
+                self._pipelines.registry,
                 max_connections=max_connections,
                 max_per_address=self._settings.max_connections_per_address,
                 max_body_bytes=self._settings.max_body_bytes,
                 max_message_bytes=self._settings.max_event_bytes,
             )
-            self._report(ServerListening(url=url, pipeline=self._system.pipeline.name))
-            end_requests = partial(self._system.abort_all, "the server is shutting down")
+            self._report(ServerListening(url=url, pipeline=", ".join(self._pipelines.by_name)))
             try:
-                await listener.run(self._stop, self._settings.drain_s, end_requests)
+                await listener.run(self._stop, self._settings.drain_s, self._end_requests)
             except SocketLost as error:
                 self._failure = CannotListen(host, port, f"its socket was lost: {error}")
             nursery.cancel_scope.cancel()
@@ -181,21 +189,37 @@ class _Server:
             await trio.sleep(notice_s)
         self._stop.set()
 
-    async def _watch_stages(self, url: str) -> None:
-        """Announce when all stages have loaded, and stop the server if it cannot serve."""
+    def _end_requests(self) -> None:
+        for system in self._pipelines.systems:
+            system.abort_all("the server is shutting down")
+
+    async def _watch_stages(self, system: OmniSystem, url: str) -> None:
+        """Announce when all stages of a pipeline have loaded, and stop the server if it cannot serve."""
+        name, loaded = system.pipeline.name, self._pipelines.loaded
         while not (self._stop.is_set() or self._signalled.is_set()):
-            failed, late = self._system.dead_error, self._system.start_error
-            fatal = failed if self._settings.exit_on_failed_stage or not self._has_loaded else None
-            if fatal or (late and not self._has_loaded):
-                self._failure = fatal or late
-                self._stop.set()
-                return
-            if not self._has_loaded and self._system.health().ready:
-                self._has_loaded = True
+            failed, late = system.dead_error, system.start_error
+            fatal = failed if self._settings.exit_on_failed_stage or name not in loaded else None
+            if fatal or (late and name not in loaded):
+                self._pipeline_failed(name, fatal or late)
+            if name not in loaded and system.health().ready:
+                loaded.add(name)
+                self._failed.discard(name)
                 gc.freeze()  # a full garbage collection would visit every imported object, which delays all requests
-                self._report(ServerReady(url=url, pipeline=self._system.pipeline.name))
-                self._task_status.started(url)
-            await self._system.wait_changed()
+                self._report(ServerReady(url=url, pipeline=name))
+                if loaded == self._pipelines.by_name.keys():
+                    self._task_status.started(url)
+            if not self._stop.is_set():
+                await system.wait_changed()
+
+    def _pipeline_failed(self, name: str, error: OmniError | None) -> None:
+        """Stop the server, unless other pipelines can serve (rule 4)."""
+        is_new = name not in self._failed
+        self._failed.add(name)
+        if self._settings.exit_on_failed_stage or self._failed == self._pipelines.by_name.keys():
+            self._failure = error
+            self._stop.set()
+        elif is_new:
+            record(PipelineFailed(pipeline=name, reason=str(error)))
 
     def _report(self, event: LogEvent) -> None:
         if self._announce is None:

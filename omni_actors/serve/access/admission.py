@@ -12,12 +12,15 @@ Rules
 3. The bytes of all arriving requests (bodies, and the files that they name) share one budget, and count as they arrive:
    a declared size costs nothing. If the budget is used up, the slowest upload that is older than ``UPLOAD_GRACE_S`` is
    ended. If there is none, the request that needs memory is refused.
+   If a server has several systems, the request takes the place when its body has named one (``choose``).
 4. A request that only calls engines takes no place (``needs_place``), so that it is answered while the system is full.
 5. A ticket releases its place and its bytes together, once: when the system takes the request over, or when the
    request ends before that.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import trio
 
@@ -36,18 +39,19 @@ class AdmissionControl:
     """Limits the number and the bytes of arriving requests.
 
     Args:
-        system: has the places, and may end a request that its client reads slowly.
+        systems: those of the server. Each has places, and may end a request that its client reads slowly.
         max_bytes: the budget of all arriving requests.
         max_request_bytes: the limit of one request.
     """
 
-    def __init__(self, system: OmniSystem, *, max_bytes: int, max_request_bytes: int) -> None:
-        self._system = system
+    def __init__(self, *systems: OmniSystem, max_bytes: int, max_request_bytes: int) -> None:
+        self.systems = systems
         self.max_bytes, self.max_request_bytes = max_bytes, max_request_bytes
         self.tickets: set[AdmissionTicket] = set()
-        self.bytes = self.places = 0
-        """The bytes of all tickets, and how many of them have a place. Kept as sums, because each piece of a body needs
-        them."""
+        self.bytes = 0
+        """The bytes of all tickets. Kept as a sum, because each piece of a body needs it."""
+        self.places: Counter[OmniSystem] = Counter()
+        """How many tickets have a place of each system."""
 
     def admit(self, *, needs_place: bool = True) -> AdmissionTicket:
         """Return a ticket for a request whose head has arrived. Raises HTTPError 429 if it needs a place."""
@@ -57,11 +61,16 @@ class AdmissionControl:
         self.tickets.add(ticket)
         return ticket
 
-    def check_place(self) -> None:
-        """Raises HTTPError 429 if the system is full."""
-        max_requests = self._system.pipeline.limits.max_requests
-        if self._system.in_flight + self.places >= max_requests and not self._system.make_room():
-            raise to_http_error(Overloaded(max_requests, self._system.retry_after_s))
+    def check_place(self, system: OmniSystem | None = None) -> None:
+        """Raises HTTPError 429 if the system is full. None: if all of them are."""
+        refusal: HTTPError | None = None
+        for each in self.systems if system is None else (system,):
+            max_requests = each.pipeline.limits.max_requests
+            if each.in_flight + self.places[each] < max_requests or each.make_room():
+                return
+            refusal = refusal or to_http_error(Overloaded(max_requests, each.retry_after_s))
+        if refusal is not None:
+            raise refusal
 
     def make_room(self, size: int) -> None:
         """End slow uploads until ``size`` more bytes fit into the budget. Raises HTTPError 429."""
@@ -70,7 +79,7 @@ class AdmissionControl:
             now = trio.current_time()
             slow = [each for each in self.tickets if not each.has_place and now - each.since >= UPLOAD_GRACE_S]
             if not slow:
-                retry_s = self._system.retry_after_s
+                retry_s = min(system.retry_after_s for system in self.systems)
                 message = f"arriving requests use {self.max_bytes} bytes already; try again in {retry_s:.0f} s"
                 raise HTTPError(429, message, code="overloaded", retry_after_s=retry_s)
             slowest = min(slow, key=lambda each: each.bytes / (now - each.since))
@@ -91,6 +100,8 @@ class AdmissionTicket:
         self.upload = trio.CancelScope()
         self.bytes = 0
         self.has_place = self.was_ended = False
+        self._system = admission.systems[0] if len(admission.systems) == 1 else None
+        """The system that gets the request; None as long as that is not known."""
 
     @property
     def max_bytes(self) -> int:
@@ -110,12 +121,18 @@ class AdmissionTicket:
             self._admission.bytes += size
 
     def take_place(self) -> None:
-        """Take a place, if it needs one, because the body is complete. Raises HTTPError 429."""
-        if not self._needs_place:
+        """Take a place, if it needs one and its system is known. The body is complete. Raises HTTPError 429."""
+        if not self._needs_place or self._system is None or self.has_place:
             return
-        self._admission.check_place()
+        self._admission.check_place(self._system)
         self.has_place = True
-        self._admission.places += 1
+        self._admission.places[self._system] += 1
+
+    def choose(self, system: OmniSystem) -> None:
+        """Take a place of the system that the body names, if it needs one. Raises HTTPError 429."""
+        self._system = system
+        if self in self._admission.tickets:
+            self.take_place()
 
     def end_upload(self) -> None:
         """Cancel the upload to make room for other requests."""
@@ -128,4 +145,5 @@ class AdmissionTicket:
         if self in self._admission.tickets:
             self._admission.tickets.remove(self)
             self._admission.bytes -= self.bytes
-            self._admission.places -= self.has_place
+            if self.has_place and self._system is not None:
+                self._admission.places[self._system] -= 1

@@ -2,6 +2,7 @@
 
 Rules
 1. Each route is one method of ``OmniSystem``. The fields of its body, or of the query, are the method's arguments.
+   ``pipeline`` names the pipeline, and is needed if the server has several.
 2. A call answers for every replica of every stage that it concerns. If one failed, its error is the response. Stages
    without a capability fail the call (501) if fewer stages have it than ``Operation.needed`` demands; otherwise the
    response names them.
@@ -28,6 +29,7 @@ from omni_actors.serve.api.openapi import JSON
 from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.api.schemas import parse
 from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.pipelines import Pipelines
 from omni_actors.system import OmniSystem, Reply
 from omni_actors.system.texts import first_value
 
@@ -168,8 +170,7 @@ def handler(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
     """Return the handler of a route."""
 
     async def handle(request: Request) -> Response:
-        system: OmniSystem = request.app.state.system
-        arguments = {} if operation.schema is None else await _arguments(request, operation.schema)
+        system, arguments = await _arguments(request, operation.schema)
         method = getattr(system, operation.method)
         with unsupported_as_501():
             if operation.writes_file:
@@ -190,15 +191,23 @@ async def _written(method: Callable[..., Awaitable[object]], arguments: Mapping[
         return await path.read_bytes()
 
 
-async def _arguments(request: Request, schema: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the arguments in the query and in the body, which may be empty. Raises HTTPError."""
-    fields = {**request.query_params, **await read_json(request, may_be_empty=True)}
+async def _arguments(request: Request, schema: type[msgspec.Struct] | None) -> tuple[OmniSystem, dict[str, Any]]:
+    """Return the system that ``pipeline`` names, and the arguments in the query and in the body, which may be empty.
+
+    Raises HTTPError.
+    """
+    pipelines: Pipelines = request.app.state.pipelines
+    fields: dict[str, Any] = dict(request.query_params)
+    if schema is None:
+        return pipelines.named(fields.get("pipeline")), {}
+    fields |= await read_json(request, may_be_empty=True)
+    system = pipelines.named(fields.pop("pipeline", None))
     found, others = parse(fields, schema, strict=False)
     if others:
         name = next(iter(others))
         raise bad_request(f"unknown parameter {name!r}", name, "unknown_parameter")
     given = {name: getattr(found, name) for name in schema.__struct_fields__}
-    return {name: value for name, value in given.items() if value is not None}
+    return system, {name: value for name, value in given.items() if value is not None}
 
 
 def _plain(result: Any, needed: Needed = "one") -> Any:

@@ -13,9 +13,11 @@ from starlette.requests import Request
 from omni_actors.config import Pipeline
 from omni_actors.generation import Generation
 from omni_actors.outputs import Output
+from omni_actors.serve.access.admission import SCOPE_KEY
 from omni_actors.serve.api import schemas
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.pipelines import Pipelines
 from omni_actors.system import OmniSystem
 from omni_actors.system.pictures import seed_of
 
@@ -29,9 +31,8 @@ def open_body(
 
     fields, schema, strict: see ``schemas.parse``.
     """
-    system: OmniSystem = request.app.state.system
     body, params = schemas.parse(fields, schema, strict=strict)
-    schemas.require_model(body.model, model_names(system))
+    system = choose_system(request, body.model)
     if body.model != system.pipeline.name:
         params["lora"] = body.model
     return system, body, params
@@ -42,9 +43,15 @@ def session_of(request: Request) -> str | None:
     return request.headers.get("x-session-id")
 
 
-def model_names(system: OmniSystem) -> list[str]:
-    """Return the models that requests may name: the pipeline, and its LoRA adapters."""
-    return [system.pipeline.name, *(info.name for info in system.list_loras())]
+def choose_system(request: Request, model: str | None) -> OmniSystem:
+    """Return the system that serves a model, and let the request take its place there. Raises HTTPError.
+
+    model: None stands for the only pipeline of the server.
+    """
+    pipelines: Pipelines = request.app.state.pipelines
+    system = pipelines.choose(model)
+    request.scope[SCOPE_KEY].choose(system)
+    return system
 
 
 def text_parameters(body: schemas.TextBody) -> list[tuple[str, str, Any]]:

@@ -10,20 +10,23 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from omni_actors.serve.api.responses import SSE, JSONResponse
+from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.state_feed import StateFeed
-from omni_actors.system import OmniSystem
 
 
 async def live_state(request: Request) -> Response:
     """Return what happens in the system now: stages, rings and requests. ``?stream=true``: as server-sent events.
 
+    ``?pipeline=NAME`` chooses one of several pipelines; by default it is the first.
+
     The first event, ``state``, has the whole state. Each event ``change`` is a JSON merge patch (RFC 7396) of it, at
     most ten per second, and only when something has changed.
     """
+    pipelines: Pipelines = request.app.state.pipelines
+    system = pipelines.named(request.query_params.get("pipeline", pipelines.first.pipeline.name))
     if request.query_params.get("stream", "false").lower() in ("true", "1"):
-        feed: StateFeed = request.app.state.state_feed
-        return _EventStream(feed)
-    system: OmniSystem = request.app.state.system
+        feeds: dict[str, StateFeed] = request.app.state.state_feeds
+        return _EventStream(feeds[system.pipeline.name])
     return JSONResponse(msgspec.to_builtins(system.live_state()))
 
 

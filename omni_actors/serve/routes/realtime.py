@@ -6,13 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
-from omni_actors.serve.api import schemas
 from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.http.websocket import DRAINING
+from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.realtime.session import Session, SessionLimits
-from omni_actors.serve.routes.common import model_names
 from omni_actors.serve.settings import ServerSettings
-from omni_actors.system import OmniSystem
 
 PATH = "/v1/realtime"
 SUBPROTOCOL = "realtime"
@@ -23,12 +21,12 @@ class Realtime:
     """The sessions of a server.
 
     Args:
-        system: the running pipeline.
+        pipelines: the running pipelines.
         settings: the bounds of the sessions, and of their number.
     """
 
-    def __init__(self, system: OmniSystem, settings: ServerSettings) -> None:
-        self._system, self._most = system, settings.max_sessions
+    def __init__(self, pipelines: Pipelines, settings: ServerSettings) -> None:
+        self._pipelines, self._most = pipelines, settings.max_sessions
         self._limits = SessionLimits(
             duration_s=settings.session_s, max_items=settings.session_items, max_bytes=settings.session_bytes
         )
@@ -61,12 +59,12 @@ class Realtime:
             raise bad_request("intent: accepted: 'realtime'", "intent", "unsupported_parameter")
         if "call_id" in query:
             raise bad_request("call_id: this server takes no calls", "call_id", "unsupported_parameter")
-        name = self._system.pipeline.name
+        system = self._pipelines.choose(query.get("model"))
+        name = system.pipeline.name
         model = query.get("model", name)
-        schemas.require_model(model, model_names(self._system))
         return Session(
             websocket,
-            self._system,
+            system,
             self._limits,
             model=model,
             params={} if model == name else {"lora": model},

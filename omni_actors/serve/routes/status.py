@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from omni_actors import __version__
 from omni_actors.serve.access.gate import has_valid_key
 from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.api.schemas import require_model
+from omni_actors.serve.pipelines import Pipelines
 from omni_actors.system import Health, OmniSystem
 
 
@@ -20,19 +22,40 @@ async def health(request: Request) -> Response:
 
     The path needs no key. A client with the key (any client, if there is no key) gets all facts except the workers'
     stderr. Other clients get the states only: no processes, no reasons, no history.
+
+    Of several pipelines, ``?pipeline=NAME`` describes one. Without it, the status is 200 while any of them serves.
     """
-    system: OmniSystem = request.app.state.system
+    pipelines: Pipelines = request.app.state.pipelines
+    if pipelines.are_several and "pipeline" not in request.query_params:
+        described = {name: _description(request, system) for name, system in pipelines.by_name.items()}
+        return _answer(request, {"status": _common_status(described), "pipelines": described})
+    system = pipelines.named(request.query_params.get("pipeline"))
+    return _answer(request, _description(request, system))
+
+
+def _answer(request: Request, body: dict[str, Any]) -> Response:
+    if request.app.state.is_draining():
+        body["status"] = "draining"
+    return JSONResponse(body, 200 if body["status"] in ("ready", "degraded") else 503)
+
+
+def _description(request: Request, system: OmniSystem) -> dict[str, Any]:
+    """Return the state of one pipeline, with the facts that the client may know."""
     now = system.health()
-    is_draining = request.app.state.is_draining()
-    status = "draining" if is_draining else overall_status(now)
-    body: dict[str, Any] = {"status": status, "model": system.pipeline.name}
+    body: dict[str, Any] = {"status": overall_status(now), "model": system.pipeline.name}
     if has_valid_key(request.headers.raw, request.app.state.api_key):
         error = system.dead_error.reason if system.dead_error else None
-        body |= {**msgspec.to_builtins(now), "error": error}
-    else:
-        stages = {name: [{"replica": r.replica, "state": r.state} for r in stage] for name, stage in now.stages.items()}
-        body |= {"ready": now.ready, "errored": now.errored, "stages": stages}
-    return JSONResponse(body, 200 if now.ready and not is_draining else 503)
+        return body | {**msgspec.to_builtins(now), "error": error}
+    stages = {name: [{"replica": r.replica, "state": r.state} for r in stage] for name, stage in now.stages.items()}
+    return body | {"ready": now.ready, "errored": now.errored, "stages": stages}
+
+
+def _common_status(described: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return "ready", "degraded" if some pipelines serve, or the status of the first pipeline."""
+    statuses = [each["status"] for each in described.values()]
+    if "ready" not in statuses:
+        return str(statuses[0])
+    return "ready" if set(statuses) == {"ready"} else "degraded"
 
 
 def overall_status(now: Health) -> str:
@@ -57,12 +80,12 @@ async def version(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus's text format."""
-    system: OmniSystem = request.app.state.system
-    return Response(system.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    pipelines: Pipelines = request.app.state.pipelines
+    return Response(pipelines.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def models(request: Request) -> Response:
-    """List the pipeline, which is a model, and its LoRA adapters."""
+    """List the pipelines, each of which is a model, and their LoRA adapters."""
     return JSONResponse({"object": "list", "data": list(_models(request).values())})
 
 
@@ -76,7 +99,10 @@ async def model(request: Request) -> Response:
 def _models(request: Request) -> dict[str, dict[str, object]]:
     """Return the models that requests may name. An adapter has the pipeline as its parent, as in vLLM's server."""
     state = request.app.state
-    base = state.system.pipeline.name
+    pipelines: Pipelines = state.pipelines
     common = {"object": "model", "created": state.created, "owned_by": "omni_actors"}
-    adapters = {info.name: {"id": info.name, **common, "parent": base} for info in state.system.list_loras()}
-    return {base: {"id": base, **common}, **adapters}
+    found: dict[str, dict[str, object]] = {name: {"id": name, **common} for name in pipelines.by_name}
+    for base, system in pipelines.by_name.items():
+        for info in system.list_loras():
+            found.setdefault(info.name, {"id": info.name, **common, "parent": base})
+    return found

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from omni_actors.serve.api.errors import unsupported_as_501
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.responses import JSONResponse
-from omni_actors.serve.api.schemas import DetokenizeRequest, TokenizeRequest, parse, require_model
+from omni_actors.serve.api.schemas import DetokenizeRequest, TokenizeRequest, parse
 from omni_actors.serve.http.errors import bad_request
-from omni_actors.serve.routes.common import model_names
+from omni_actors.serve.routes.common import choose_system
 from omni_actors.system import OmniSystem
 
 
@@ -42,11 +42,8 @@ async def detokenize(request: Request) -> Response:
 
 
 def _open(request: Request, fields: dict[str, Any], schema: Any) -> tuple[OmniSystem, Any]:
-    system: OmniSystem = request.app.state.system
     body, others = parse(fields, schema)
     if others:
         name = next(iter(others))
         raise bad_request(f"unknown parameter {name!r}", name, "unknown_parameter")
-    if body.model is not None:
-        require_model(body.model, model_names(system))
-    return system, body
+    return choose_system(request, body.model), body
