@@ -63,7 +63,7 @@ def _conversations_only(use: RawPromptUse) -> str | None:
 
 
 def _raw_prompt_of_thinker(use: RawPromptUse) -> str | None:
-    if use.kind == "prompt_embeds" and use.downstream:
+    if use.kind == "prompt_embeds" and use.downstream and use.options.get("role") != "prefill":
         return "the talker needs the tokens of the prompt"
     return None
 
@@ -163,12 +163,12 @@ ENGINES: dict[str, EngineSpec] = {
     "hibari_vocoder": _shipped(
         "hibari.vocoder:VocoderEngine", params=hibari.VocoderParams, needs_model=False, resumable=True
     ),
-    "qwen3_thinker": _thinker("qwen3.thinker:ThinkerEngine", SplitOptions, omni.ThinkerParams),
+    "qwen3_thinker": _thinker("qwen3.thinker:open_engine", SplitOptions, omni.ThinkerParams),
     "qwen3_talker": _talker("qwen3.talker:TalkerEngine", omni.TalkerOptions, omni.TalkerParams),
     "qwen3_code2wav": _torch(
         "qwen3.code2wav:Code2WavEngine", qwen3.Code2WavOptions, extra="omni", checkpoint_part="code2wav"
     ),
-    "qwen2_5_thinker": _thinker("qwen2_5.thinker:ThinkerEngine", SplitOptions, omni.ThinkerParams),
+    "qwen2_5_thinker": _thinker("qwen2_5.thinker:open_engine", SplitOptions, omni.ThinkerParams),
     "qwen2_5_talker": _talker("qwen2_5.talker:TalkerEngine", qwen2_5.Qwen25TalkerOptions, qwen2_5.Qwen25TalkerParams),
     "qwen2_5_token2wav": _torch(
         "qwen2_5.token2wav:Token2WavEngine",

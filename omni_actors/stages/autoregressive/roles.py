@@ -27,7 +27,6 @@ from torch import Tensor
 from omni_actors.stages import base
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
 from omni_actors.stages.autoregressive.options import SplitOptions, TextParams
-from omni_actors.stages.autoregressive.prefixes import Block
 from omni_actors.stages.autoregressive.prompt_states import (
     PromptHeader,
     ReceivedPrompt,
@@ -153,9 +152,6 @@ class Decoding(LanguageEngine[R]):
         request.received = None
         assert received.logits is not None, "they come with the last position"
         return received.logits.to(self._cache.device)
-
-    def _skip(self, request: R, block: Block) -> None:
-        """Note that the cache has a block of the prompt."""
 
     def warm_up(self) -> None:
         """Decode two tokens behind a prompt of one position, because the first run of each kernel is slow."""

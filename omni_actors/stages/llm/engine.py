@@ -196,6 +196,9 @@ class LLMPrefilling(Prefilling[LLMRequest], LLMEngine):
 class LLMDecoding(Decoding[LLMRequest], LLMEngine):
     """The engine of a stage that writes answers to prompts that another stage has computed."""
 
+    def _skip(self, request: LLMRequest, block: Block) -> None:
+        pass  # the tokens of the prompt are not among those that are to be computed
+
 
 ROLES: dict[str, type[LLMEngine]] = {"both": LLMEngine, "prefill": LLMPrefilling, "decode": LLMDecoding}
 

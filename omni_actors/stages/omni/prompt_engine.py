@@ -132,14 +132,22 @@ class OmniPromptEngine(PromptEngine[R]):
         )
         request.ids, request.grids = torch.tensor(inputs.ids), position_grids(inputs.tensors)
         request.is_media = is_media(request.ids, self._config)
-        if inputs.is_embedded and request.downstream:
-            raise InvalidRequest("embeds: the talker needs the tokens of the prompt", param="embeds")
         prompt = self._prepare(request, inputs)
-        if request.downstream:
-            positions = self._talker_positions(request)
-            _check_positions(positions, request)
-            request.handoff = TalkerHandoff(len(request.ids), positions)
+        self._open_handoff(request, embedded=inputs.is_embedded)
         return prompt
+
+    def _open_handoff(self, request: R, *, embedded: bool) -> None:
+        """Begin what goes to the talker, if one takes part. embedded: whether the client has sent embeddings.
+
+        Raises InvalidRequest: the prompt does not have what a talker takes.
+        """
+        if not request.downstream:
+            return
+        if embedded:
+            raise InvalidRequest("embeds: the talker needs the tokens of the prompt", param="embeds")
+        positions = self._talker_positions(request)
+        _check_positions(positions, request)
+        request.handoff = TalkerHandoff(len(request.ids), positions)
 
 
 def _check_positions(positions: Tensor | None, request: OmniRequest) -> None:

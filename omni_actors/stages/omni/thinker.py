@@ -7,7 +7,8 @@ Rules
 1. Media are read while the steps go on (``omni.prompt_engine``). The model encodes them in the step of their request's
    first prefill chunk.
 2. Rows go to the talker chunk by chunk while the prompt is prefilled, then token by token (``omni.handoff``).
-3. The prefix cache has prompts without media only. It keeps the talker's rows, which are sent again chunk by chunk.
+3. Prefill and decode may be two stages (``omni.roles``).
+4. The prefix cache has prompts without media only. It keeps the talker's rows, which are sent again chunk by chunk.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.language import LanguageEngine, TextRequest, refuse_beyond_context
 from omni_actors.stages.autoregressive.options import SplitOptions
 from omni_actors.stages.autoregressive.prefixes import Block
+from omni_actors.stages.autoregressive.prompt_states import StatesShape
+from omni_actors.stages.autoregressive.roles import check_roles
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, TensorLike
@@ -50,6 +53,8 @@ class ThinkerRequest(OmniRequest, TextRequest[OmniPrompt]):
     """The model's inputs of the prompt, (n, hidden), while it is prefilled. Those of a raw prompt may be given."""
     cached = 0
     """Prompt positions in the cache."""
+    embedded = False
+    """Whether the client has sent embeddings in place of tokens."""
 
     @property
     def prompt_is_cached(self) -> bool:
@@ -68,14 +73,15 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
         options = msgspec.convert(context.options, SplitOptions)
-        if options.role != "both":
-            raise ValueError(f"role: found {options.role!r}; a thinker prefills and decodes in one stage")
+        check_roles(options)
+        self._split = options
         context.report("reading the processor")
         self._open_processors(context, options.context, options.system_prompt)
         model: Any = load_part(self.MODEL, context, "thinker", options.dtype)
         self._weights = PartWeights(model, context, "thinker")
         self._config = whole_config(context.model_directory)
         self._model, self._language, self._device = model, model.model.language_model, model.device
+        self._shape = StatesShape.of(self._language.config, model.lm_head, model.dtype)
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         vocabulary = Vocabulary(self._processor.tokenizer, model.generation_config.eos_token_id)
         scheduler: Scheduler[R] = Scheduler(self._cache, options.max_batch, options.prefill_chunk)
