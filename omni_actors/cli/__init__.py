@@ -19,6 +19,7 @@ from omni_actors.cli.config import config_group
 from omni_actors.cli.doctor.command import doctor
 from omni_actors.cli.draw import draw
 from omni_actors.cli.prepare import prepare
+from omni_actors.cli.top.command import top
 from omni_actors.serve.command import serve_command
 from omni_actors.stress.command import stress_command
 
@@ -42,3 +43,4 @@ main.add_command(draw)
 main.add_command(prepare)
 main.add_command(serve_command, "serve")
 main.add_command(stress_command, "stress")
+main.add_command(top)

@@ -1,0 +1,121 @@
+"""The command ``omni-actors top``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import click
+import trio
+from rich.console import Console
+from rich.live import Live
+
+from omni_actors.cli.running import run
+from omni_actors.cli.server_client import ServerError, open_server
+from omni_actors.cli.top.rates import Rates
+from omni_actors.cli.top.screen import screen
+from omni_actors.cli.top.source import StateSource
+from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION
+
+SILENCE_S = 30.0
+"""A server that sends nothing for so long is lost: it sends a comment every ten seconds."""
+QUIT = b"q\x03\x04"
+"""The keys that end the command: q, Ctrl-C, Ctrl-D."""
+
+
+@click.command()
+@URL_OPTION
+@KEY_OPTION
+@click.option("--interval", type=click.FloatRange(min=0.1), default=0.5, show_default=True, help="Seconds a screen.")
+@click.option("--once", is_flag=True, help="Print one screen after an interval, and end.")
+def top(url: str | None, api_key: str | None, interval: float, once: bool) -> None:
+    """Show the live state of a server: stages, rings and requests. The key q ends.
+
+    The server must be one of omni_actors. Without a terminal, use --once.
+    """
+    console = Console()
+    if not once and not (console.is_terminal and sys.stdin.isatty()):
+        raise click.UsageError("standard input and output must be a terminal; --once prints one screen")
+    run(partial(_Top(console, url or URL, interval).run, api_key, once=once))
+
+
+class _Top:
+    def __init__(self, console: Console, url: str, interval: float) -> None:
+        self._console, self._url, self._interval = console, url, interval
+        self._rates = Rates()
+
+    async def run(self, api_key: str | None, *, once: bool) -> None:
+        """Show the state until a key ends it. Raises ServerError: the first connection failed."""
+        failure: ServerError | None = None
+        async with open_server(self._url, api_key, read_timeout_s=SILENCE_S) as server:
+            source = StateSource(server)
+            async with trio.open_nursery() as nursery:
+                show = self._once if once else self._live
+                nursery.start_soon(show, source, nursery.cancel_scope)
+                try:
+                    await source.follow()
+                except ServerError as error:
+                    failure = error  # raised below, outside the nursery's exception group
+                    nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _once(self, source: StateSource, scope: trio.CancelScope) -> None:
+        await source.arrived.wait()
+        self._update(source)
+        await trio.sleep(self._interval)
+        self._update(source)
+        self._draw(source, self._console, lines=None)
+        scope.cancel()
+
+    async def _live(self, source: StateSource, scope: trio.CancelScope) -> None:
+        await source.arrived.wait()
+        async with trio.open_nursery() as nursery:
+            with _unbuffered(sys.stdin.fileno()) as keys:
+                nursery.start_soon(_wait_quit, keys, scope)
+                with Live(console=self._console, screen=True, auto_refresh=False) as live:
+                    while True:
+                        self._update(source)
+                        self._draw(source, live, lines=self._console.height)
+                        await trio.sleep(self._interval)
+
+    def _update(self, source: StateSource) -> None:
+        assert source.state is not None
+        self._rates.update(source.state, time.monotonic())
+
+    def _draw(self, source: StateSource, where: Live | Console, *, lines: int | None) -> None:
+        assert source.state is not None
+        shown = screen(source.state, self._rates, url=self._url, lost=source.lost, lines=lines)
+        if isinstance(where, Live):
+            where.update(shown, refresh=True)
+        else:
+            where.print(shown, no_wrap=True, crop=False)
+
+
+async def _wait_quit(keys: int, scope: trio.CancelScope) -> None:
+    """Cancel the scope when a key of ``QUIT`` is pressed, or the terminal is gone."""
+    while True:
+        await trio.lowlevel.wait_readable(keys)
+        pressed = os.read(keys, 64)
+        if not pressed or any(key in QUIT for key in pressed):
+            scope.cancel()
+
+
+@contextmanager
+def _unbuffered(terminal: int) -> Iterator[int]:
+    """Let the block read single keys of a terminal, which is then as before."""
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    keys = termios.tcgetattr(terminal)
+    keys[3] &= ~termios.ISIG  # Ctrl-C is a key too
+    termios.tcsetattr(terminal, termios.TCSANOW, keys)
+    try:
+        yield terminal
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -1,0 +1,117 @@
+"""``omni-actors top``: one screen in a pipe, and the live screen on a pty, while a real stage dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+
+import pexpect
+import pytest
+from click.testing import CliRunner, Result
+
+from omni_actors.cli import main
+from omni_actors.cli.top.rates import Rates
+from omni_actors.system.live_state import LiveRing, LiveState
+from tests.support.http_server import WATCHDOG_S, Server, Start, until
+from tests.support.readme import ROOT
+
+GAP = r"(?:\x1b\[[0-9;]*m| )+"
+"""What is between two cells of a row on a terminal: spaces and styles."""
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["top", *arguments], env={"COLUMNS": "200"})
+
+
+def test_one_screen_has_stages_rings_and_requests(studio: Server) -> None:
+    body = {"model": "studio", "messages": [{"role": "user", "content": "hello"}]}
+    answer = studio.http.post("/v1/chat/completions", json=body).json()
+    result = invoke("--url", studio.url, "--once", "--interval", "0.1")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"studio at {studio.url}  ready   requests 0/64, 0 waiting, 0.0 ended/s")
+    assert re.search(rf"mind\.0 +echo +ready +{studio.pid_of('mind')} ", result.stdout)
+    assert re.search(r"mind\.0 → mouth\.0 +·{10} +0 bytes of .* +0 bytes +0\.0", result.stdout)
+    assert re.search(rf"{answer['id']} +done +0\.\d\d s +0\.\d\d s +– .*█", result.stdout)
+
+
+def test_a_key_is_needed_where_the_server_has_one(slow: Server) -> None:
+    refused = invoke("--url", slow.url, "--once")
+    assert refused.exit_code == 1
+    assert "status 401" in refused.stderr
+    assert invoke("--url", slow.url, "--once", "--interval", "0.1", "--api-key", "sesame").exit_code == 0
+
+
+def test_a_server_that_is_not_there_and_a_pipe_are_one_sentence() -> None:
+    result = invoke("--url", "http://127.0.0.1:1", "--once")
+    assert result.exit_code == 1
+    assert "the connection failed" in result.stderr
+    result = invoke("--url", "http://127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "--once" in result.stderr
+
+
+@pytest.fixture
+def terminal() -> Iterator[list[pexpect.spawn[str]]]:
+    started: list[pexpect.spawn[str]] = []
+    yield started
+    for child in started:
+        child.close(force=True)
+
+
+def test_the_live_screen_shows_a_death_and_the_loss_of_the_server(
+    start: Start, terminal: list[pexpect.spawn[str]]
+) -> None:
+    with start() as server:
+        child = pexpect.spawn(
+            sys.executable,
+            ["-m", "omni_actors", "top", "--url", server.url, "--interval", "0.1"],
+            cwd=str(ROOT),
+            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
+            timeout=WATCHDOG_S,
+            encoding="utf-8",
+            dimensions=(40, 200),
+        )
+        terminal.append(child)
+        pid = server.pid_of("mind")
+        child.expect(GAP.join(["mind\\.0", "echo", "ready", str(pid)]))
+        os.kill(pid, signal.SIGKILL)
+        child.expect(GAP.join(["mind\\.0", "echo", "ready", "\\d+", "\\d+", "1", ".*last death: [^\n]*SIGKILL"]))
+        until(lambda: server.status() == "ready", "the stage to be ready again")
+        assert server.ends_by(signal.SIGTERM)[0] == 0
+    child.expect("connecting again: ")
+    child.send("q")
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 0
+    assert "\x1b[?1049l" in child.before, "the screen of before is back"
+
+
+def state(payload: int, messages: int) -> LiveState:
+    ring = LiveRing(producer="a.0", consumer="b.0", capacity=100, used=0, messages=messages, payload_bytes=payload)
+    return LiveState(
+        at=0.0,
+        pipeline="p",
+        ready=True,
+        errored=False,
+        in_flight=0,
+        waiting=0,
+        max_requests=1,
+        stages={},
+        rings={"a.0>b.0": ring},
+        requests={},
+    )
+
+
+def test_rates_are_differences_and_a_counter_that_begins_again_counts_from_0() -> None:
+    rates = Rates()
+    rates.update(state(1000, 10), at=1.0)
+    assert (rates.bytes_s, rates.requests_s) == ({}, None)
+    rates.update(state(3000, 14), at=3.0)
+    assert (rates.bytes_s, rates.messages_s) == ({"a.0>b.0": 1000.0}, {"a.0>b.0": 2.0})
+    rates.update(state(500, 1), at=4.0)
+    assert (rates.bytes_s, rates.messages_s) == ({"a.0>b.0": 500.0}, {"a.0>b.0": 1.0})
+    rates.update(state(500, 1), at=5.0)
+    assert rates.bytes_s == {"a.0>b.0": 0.0}
