@@ -21,13 +21,14 @@ from omni_actors.serve.access.admission import AdmissionControl, AdmissionTicket
 from omni_actors.serve.access.gate import RequestGate
 from omni_actors.serve.access.origins import OriginCheck
 from omni_actors.serve.access.request_log import RequestLog
-from omni_actors.serve.api import audio_schemas, image_schemas, schemas
+from omni_actors.serve.api import audio_schemas, image_schemas, response_schemas, schemas
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.api.openapi import EVENTS, JSON, Form, Operation, document
 from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.pipelines import Pipelines
+from omni_actors.serve.response_store import ResponseStore
 from omni_actors.serve.routes import (
     admin,
     chat,
@@ -36,6 +37,7 @@ from omni_actors.serve.routes import (
     images,
     live_state,
     realtime,
+    response_routes,
     speech,
     status,
     tokens,
@@ -91,8 +93,15 @@ MODEL_ROUTES: dict[str, _Route] = {
         Form(image_schemas.ImageEditForm, images.FILES),
     ),
     "/v1/images/generations": _Route(images.generate, image_schemas.ImageRequest, (JSON, EVENTS)),
+    "/v1/responses": _Route(response_routes.create, response_schemas.ResponsesRequest, (JSON, EVENTS)),
 }
 """The routes that make requests. They accept POST."""
+RESPONSE_ROUTES: tuple[tuple[str, str, _Handler], ...] = (
+    ("get", "/v1/responses/{response_id}", response_routes.retrieve),
+    ("delete", "/v1/responses/{response_id}", response_routes.delete),
+    ("post", "/v1/responses/{response_id}/cancel", response_routes.cancel),
+)
+"""The routes of one response: method, path, handler. They read no body."""
 CALL_ROUTES: dict[str, _Route] = {
     "/detokenize": _Route(tokens.detokenize, schemas.DetokenizeRequest),
     "/tokenize": _Route(tokens.tokenize, schemas.TokenizeRequest),
@@ -154,6 +163,7 @@ def build(
     app.state.state_feeds = {
         name: StateFeed(system.live_state, is_draining) for name, system in pipelines.by_name.items()
     }
+    app.state.responses = ResponseStore()
     app.state.created, app.state.api_key = int(time.time()), settings.api_key
     gate = RequestGate(
         app,
@@ -177,24 +187,26 @@ def build(
     return RequestLog(checked, writes_lines=settings.access_log)
 
 
-def _described(operations: Mapping[str, admin.Operation]) -> dict[str, Operation]:
-    """Return the description of each route, for the OpenAPI document."""
-    described = {
-        path: Operation("post", route.body, summary_of(route.handler), form=route.form, answers=route.answers)
+def _described(operations: Mapping[str, admin.Operation]) -> list[tuple[str, Operation]]:
+    """Return the path and the description of each operation, for the OpenAPI document."""
+    described = [
+        (path, Operation("post", route.body, summary_of(route.handler), form=route.form, answers=route.answers))
         for path, route in (MODEL_ROUTES | CALL_ROUTES).items()
-    }
+    ]
+    described += [(path, Operation(method, None, summary_of(handler))) for method, path, handler in RESPONSE_ROUTES]
     for path, (handler, answers) in STATUS_ROUTES.items():
         summary = summary_of(handler)
-        described[path] = Operation("get", None, summary, answers=answers, is_public=path in PUBLIC)
+        described.append((path, Operation("get", None, summary, answers=answers, is_public=path in PUBLIC)))
     for path, each in operations.items():
         summary = summary_of(getattr(OmniSystem, each.method))
-        described[path] = Operation(each.http_method.lower(), each.schema, summary)
+        described.append((path, Operation(each.http_method.lower(), each.schema, summary)))
     return described
 
 
 def _starlette(operations: Mapping[str, admin.Operation], sessions: realtime.Realtime) -> Starlette:
     """Return the application without its gate: the routes, and the response to each kind of exception."""
     routes = [Route(path, route.handler, methods=["POST"]) for path, route in (MODEL_ROUTES | CALL_ROUTES).items()]
+    routes += [Route(path, handler, methods=[method]) for method, path, handler in RESPONSE_ROUTES]
     for path, (handler, _) in STATUS_ROUTES.items():
         # A model's name may have a slash.
         routes.append(Route(path.replace("{model}", "{model:path}"), handler, methods=["GET"]))

@@ -14,6 +14,7 @@ from omni_actors.serve.api.audio_schemas import SpeechRequest, TranscriptionRequ
 from omni_actors.serve.api.form_body import read_form
 from omni_actors.serve.api.image_schemas import ImageEditForm, ImageEditRequest, ImageRequest
 from omni_actors.serve.api.json_body import read_json
+from omni_actors.serve.api.response_schemas import ResponsesRequest, with_types
 from omni_actors.serve.api.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -30,6 +31,7 @@ SCHEMAS: dict[str, Any] = {
     "completions": CompletionRequest,
     "embeddings": EmbeddingRequest,
     "images": ImageRequest,
+    "responses": ResponsesRequest,
     "edits": ImageEditRequest,
 }
 FORMS: dict[str, Any] = {
@@ -57,7 +59,8 @@ def take(path: str, body: bytes, content_type: str = MULTIPART) -> dict[str, Any
         asked, params = parse(fields, schema, strict=False)
         require_model(asked.model, ["studio"])
         return {**params, "files": files}
-    asked, params = parse(trio.run(read_json, request(body)), SCHEMAS[path])
+    fields = trio.run(read_json, request(body))
+    asked, params = parse(with_types(fields) if path == "responses" else fields, SCHEMAS[path])
     require_model(asked.model, ["studio"])
     return params
 

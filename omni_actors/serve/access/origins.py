@@ -49,7 +49,7 @@ class OriginCheck:
             app = CORSMiddleware(
                 app,
                 allow_origins=origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 allow_credentials=allows_credentials,
                 allow_private_network=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,7 +26,7 @@ class Form(NamedTuple):
 class Operation(NamedTuple):
     """What a client must know of one route.
 
-    method: "get" or "post". body: the schema of its JSON body, and form: its form; None: it accepts none.
+    method: "get", "post" or "delete". body: the schema of its JSON body, and form: its form; None: it accepts none.
     summary: one sentence. answers: the content types of a success. is_public: whether it needs no key.
     """
 
@@ -38,20 +38,25 @@ class Operation(NamedTuple):
     is_public: bool = False
 
 
-def document(operations: Mapping[str, Operation], *, has_key: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of the routes, by path. has_key: whether the server asks for a key."""
-    bodies = [operation.body for operation in operations.values() if operation.body is not None]
-    forms = [operation.form.fields for operation in operations.values() if operation.form is not None]
+def document(operations: Sequence[tuple[str, Operation]], *, has_key: bool) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of the operations, each with its path.
+
+    has_key: whether the server asks for a key.
+    """
+    bodies = [operation.body for _, operation in operations if operation.body is not None]
+    forms = [operation.form.fields for _, operation in operations if operation.form is not None]
     structs: list[type[msgspec.Struct]] = [ErrorObject, *bodies, *forms]
     references, components = msgspec.json.schema_components(structs, ref_template=_COMPONENTS)
     schemas = dict(zip(structs, references, strict=True))
     described: dict[str, Any] = {"schemas": dict(sorted(components.items()))}
     if has_key:
         described["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    paths = {
-        path: {operation.method: _operation(path, operation, schemas, has_key=has_key)}
-        for path, operation in operations.items()
-    }
+    paths: dict[str, dict[str, Any]] = {}
+    for path, operation in operations:
+        described_operation = _operation(path, operation, schemas, has_key=has_key)
+        if path in paths:
+            described_operation["operationId"] += f"_{operation.method}"
+        paths.setdefault(path, {})[operation.method] = described_operation
     info = {"title": "omni_actors", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": described}
 

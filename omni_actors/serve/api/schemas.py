@@ -26,7 +26,21 @@ from omni_actors.system import OmniSystem
 
 MAX_SHORT = 1 << 16
 """The most characters of a field's name, and of a string that is not content: an error may quote all of it."""
-CONTENT = frozenset({"content", "text", "data", "prompt", "negative_prompt", "url", "image_url", "arguments"})
+CONTENT = frozenset(
+    {
+        "content",
+        "text",
+        "data",
+        "prompt",
+        "negative_prompt",
+        "url",
+        "image_url",
+        "arguments",
+        "input",
+        "instructions",
+        "output",
+    }
+)
 """The fields that carry content."""
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -60,6 +74,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "instructions": ("",),
     "prompt": ("",),
     **dict.fromkeys(("complexity", "frame_count", "frame_duration_ms", "input_fidelity", "style", "svg"), ()),
+    **dict.fromkeys(("context_management", "conversation", "max_tool_calls", "prompt_cache_options"), ()),
     **dict.fromkeys(("mask", "markup", "previews", "progress"), ()),
 }
 """Fields that this server does not implement, and the values that are accepted because they have no effect. The

@@ -30,11 +30,14 @@ from omni_actors.serve.media.loader import MediaLoader, MediaReference
 from omni_actors.serve.media.pictures import require_encoder
 from omni_actors.serve.routes.chat_answer import ChatCompletion, events, whole_response
 from omni_actors.serve.routes.common import begin_choices, open_body, require_accepted, session_of, text_parameters
+from omni_actors.system import OmniSystem
 
 
 async def chat(request: Request) -> Response:
     """Answer a conversation, as one JSON object or as server-sent events."""
-    completion, generations = await _start(request)
+    system, body, params = open_body(request, await read_json(request), schemas.ChatRequest)
+    places = [f"messages[{at}]" for at in range(len(body.messages))]
+    completion, generations = await begin(request, system, body, params, places, "chatcmpl-")
     with renaming(completion.names):
         if completion.is_streamed:
             return await responses.StreamedResponse(generations, events(completion, generations)).start()
@@ -42,15 +45,34 @@ async def chat(request: Request) -> Response:
             return responses.WholeResponse(generations, await whole_response(completion, generations))
 
 
-async def _start(request: Request) -> tuple[ChatCompletion, Generations]:
+async def begin(
+    request: Request,
+    system: OmniSystem,
+    body: schemas.ChatRequest,
+    params: Mapping[str, Any],
+    places: Sequence[str],
+    prefix: str,
+    renamed: Mapping[str, str] | None = None,
+) -> tuple[ChatCompletion, Generations]:
+    """Load the files of a conversation and begin the generations of its answer. Raises HTTPError.
+
+    Args:
+        request: the HTTP request, whose ticket is released.
+        system: the pipeline that answers.
+        body: the validated body.
+        params: the parameters that the client gave under the engines' own names.
+        places: the field of the body that each message is from.
+        prefix: of the response's id.
+        renamed: the client's names of fields, where they differ from those of the chat API.
+    """
     media: MediaLoader = request.app.state.media
     ticket: AdmissionTicket = request.scope[SCOPE_KEY]
-    system, body, params = open_body(request, await read_json(request), schemas.ChatRequest)
     require_possible(body)
     params, names = parameters_of(body, params, system.pipeline)
+    names = {name: (renamed or {}).get(client_name, client_name) for name, client_name in names.items()}
     modalities = _modalities(body, system.pipeline)
-    completion = ChatCompletion(body, names, modalities)
-    messages, references = _split_media(body.messages, system.pipeline)
+    completion = ChatCompletion(body, names, modalities, prefix)
+    messages, references = _split_media(list(zip(places, body.messages, strict=True)), system.pipeline)
     require_accepted([(each.kind, each.param) for each in references], system.pipeline)
     data: dict[str, list[Any]] = {"audio": []}
     for reference, file in zip(references, await media.load(references, ticket), strict=True):
@@ -150,27 +172,30 @@ def _tool_parameters(body: schemas.ChatRequest) -> list[tuple[str, str, Any]]:
 
 
 def _split_media(
-    messages: Sequence[schemas.ChatMessage], pipeline: Pipeline
+    messages: Sequence[tuple[str, schemas.ChatMessage]], pipeline: Pipeline
 ) -> tuple[list[dict[str, Any]], list[MediaReference]]:
-    """Return the conversation as the pipeline takes it, with files by index, and the files. Raises HTTPError."""
+    """Return the conversation as the pipeline takes it, with files by index, and the files. Raises HTTPError.
+
+    messages: each with the field of the body that it is from.
+    """
     conversation: list[dict[str, Any]] = []
     files: list[MediaReference] = []
     count: Counter[str] = Counter()
-    for i, message in enumerate(messages):
+    for place, message in messages:
         content: Any = message.content
-        calls = _tool_fields(message, f"messages[{i}]", pipeline)
+        calls = _tool_fields(message, place, pipeline)
         if content is None and message.tool_calls:
             content = ""
         if content is None:
-            text = f"messages[{i}].content is missing; for a spoken answer, send its transcript"
-            raise bad_request(text, f"messages[{i}].content", "missing_required_parameter")
+            text = f"{place}.content is missing; for a spoken answer, send its transcript"
+            raise bad_request(text, f"{place}.content", "missing_required_parameter")
         if not isinstance(content, str):
             parts: list[Mapping[str, Any]] = []
             for j, part in enumerate(content):
                 if isinstance(part, schemas.TextPart):
                     parts.append({"type": "text", "text": part.text})
                 else:
-                    file = _reference(part, f"messages[{i}].content[{j}]")
+                    file = _reference(part, f"{place}.content[{j}]")
                     parts.append({"type": file.kind, "index": count[file.kind]})
                     count[file.kind] += 1
                     files.append(file)

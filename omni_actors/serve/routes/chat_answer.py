@@ -78,7 +78,7 @@ class Calls:
         return [{"index": 0, "function": {"arguments": text}}]
 
 
-class _Addition:
+class Addition:
     """What an output, or the end of a choice, adds to the choice."""
 
     def __init__(self, text: str = "", calls: list[dict[str, Any]] | None = None) -> None:
@@ -91,11 +91,13 @@ class _Addition:
 class ChatCompletion(Completion):
     """Turns the outputs of generations into the objects of the response.
 
-    names: the client's name of each parameter, by the engines' name. modalities: of the answer.
+    names: the client's name of each parameter, by the engines' name. modalities: of the answer. prefix: of its id.
     """
 
-    def __init__(self, body: schemas.ChatRequest, names: Mapping[str, str], modalities: tuple[str, ...]) -> None:
-        super().__init__("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", body)
+    def __init__(
+        self, body: schemas.ChatRequest, names: Mapping[str, str], modalities: tuple[str, ...], prefix: str
+    ) -> None:
+        super().__init__(prefix, "chat.completion.chunk" if body.stream else "chat.completion", body)
         self.audio_id = f"audio_{uuid.uuid4().hex}"
         self.has_audio = "audio" in modalities
         self.has_text_content = modalities == ("text",)
@@ -106,9 +108,9 @@ class ChatCompletion(Completion):
         self._top_logprobs = body.top_logprobs or 0
         self._calls = [Calls(body) for _ in range(self.count)]
 
-    async def convert(self, index: int, output: Output) -> _Addition:
+    async def convert(self, index: int, output: Output) -> Addition:
         """Return what an output adds to a choice."""
-        addition = _Addition(*self._calls[index].push(self.add(index, output)))
+        addition = Addition(*self._calls[index].push(self.add(index, output)))
         if isinstance(output.delta, AudioChunk):
             addition.audio = await self.encoder.push(output.delta)
         if isinstance(output.delta, Picture) and output.delta.final:
@@ -117,9 +119,9 @@ class ChatCompletion(Completion):
             addition.logprobs = chat_logprobs(output.data["logprobs"], self._top_logprobs)
         return addition
 
-    def finish(self, index: int) -> _Addition:
+    def finish(self, index: int) -> Addition:
         """Return what the end of a choice adds to it."""
-        return _Addition(*self._calls[index].finish())
+        return Addition(*self._calls[index].finish())
 
     def finish_reason(self, index: int) -> str:
         """Return why a choice ended."""
@@ -135,7 +137,7 @@ class _WholeChoice:
         self.calls: list[dict[str, Any]] = []
         self.logprobs: dict[str, Any] | None = None
 
-    def add(self, addition: _Addition) -> None:
+    def add(self, addition: Addition) -> None:
         self.text += addition.text
         if addition.picture:
             self.pictures.append(addition.picture)
@@ -206,7 +208,7 @@ async def events(completion: ChatCompletion, generations: Generations) -> respon
     yield responses.DONE
 
 
-def _deltas(completion: ChatCompletion, index: int, addition: _Addition) -> list[bytes]:
+def _deltas(completion: ChatCompletion, index: int, addition: Addition) -> list[bytes]:
     """Return the events of what was added to a choice."""
     found = []
     if addition.text and completion.has_audio:

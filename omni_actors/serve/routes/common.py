@@ -130,7 +130,7 @@ class Completion:
 
     def __init__(self, prefix: str, kind: str, body: schemas.TextBody, prompts: int = 1) -> None:
         self.created = int(time.time())
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.id = f"{prefix}{uuid.uuid4().hex}"
         self._head = {"id": self.id, "object": kind, "created": self.created, "model": body.model}
         self._n = body.n
         self.count = prompts * body.n

@@ -30,7 +30,7 @@ class _TextCompletion(Completion):
     """The objects of a response to ``body``."""
 
     def __init__(self, body: CompletionRequest, prompts: int) -> None:
-        super().__init__("cmpl", "text_completion", body, prompts)
+        super().__init__("cmpl-", "text_completion", body, prompts)
         self._offsets = [0] * self.count
         """The characters of each choice's tokens that had log probabilities."""
 

@@ -18,6 +18,7 @@ from omni_actors.serve.api import json_body
 from omni_actors.serve.api.audio_schemas import SpeechRequest
 from omni_actors.serve.api.image_schemas import ImageEditRequest
 from omni_actors.serve.api.json_body import MAX_DEPTH, MAX_SLOW_BYTES, MAX_VALUES, DecodingCost, read_json
+from omni_actors.serve.api.response_schemas import ResponsesRequest
 from omni_actors.serve.api.schemas import (
     MAX_SHORT,
     ChatRequest,
@@ -215,6 +216,7 @@ KNOWN = [
     *EmbeddingRequest.__struct_fields__,
     *TokenizeRequest.__struct_fields__,
     *ImageEditRequest.__struct_fields__,
+    *ResponsesRequest.__struct_fields__,
     "logit_bias",
     "user",
     "self",
@@ -229,6 +231,7 @@ GOOD = [
     {"model": "studio", "prompt": "hi"},
     {"tokens": [1, 2]},
     {"model": "studio", "prompt": "hi", "images": [{"image_url": "data:image/png;base64,AAAA"}]},
+    {"model": "studio", "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
 ]
 
 
@@ -254,6 +257,8 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/audio/speech", GOOD[2]),
     ("/v1/completions", GOOD[3]),
     ("/v1/embeddings", GOOD[2]),
+    ("/v1/responses", GOOD[2]),
+    ("/v1/responses", GOOD[6]),
     ("/v1/images/generations", GOOD[3]),
     ("/v1/images/edits", GOOD[5]),
     ("/tokenize", GOOD[3]),

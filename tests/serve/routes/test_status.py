@@ -6,7 +6,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 import omni_actors
-from omni_actors.serve.app import CALL_ROUTES, MODEL_ROUTES, STATUS_ROUTES
+from omni_actors.serve.app import CALL_ROUTES, MODEL_ROUTES, RESPONSE_ROUTES, STATUS_ROUTES
 from omni_actors.serve.routes.status import overall_status
 from omni_actors.system import Health, ReplicaHealth
 from tests.support.http_server import Server
@@ -20,7 +20,12 @@ def test_ping_and_version(studio: Server) -> None:
 
 def test_openapi_describes_every_route_and_its_body(studio: Server) -> None:
     found = studio.http.get("/openapi.json").json()
-    assert set(found["paths"]) == {*MODEL_ROUTES, *CALL_ROUTES, *STATUS_ROUTES}
+    assert set(found["paths"]) == {
+        *MODEL_ROUTES,
+        *CALL_ROUTES,
+        *STATUS_ROUTES,
+        *(path for _, path, _ in RESPONSE_ROUTES),
+    }
     validate(found, cls=OpenAPIV31SpecValidator)
     ids = [operation["operationId"] for path in found["paths"].values() for operation in path.values()]
     assert len(set(ids)) == len(ids)

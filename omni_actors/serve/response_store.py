@@ -1,0 +1,103 @@
+"""The responses of /v1/responses that the server remembers, in memory.
+
+Rules
+1. The newest responses stay: at most ``MAX_RESPONSES`` with ``MAX_BYTES`` together. A restart forgets all.
+2. A response is kept with its whole conversation, files included. Conversations share their messages in memory; each
+   is counted in full, so the real memory is below the bound.
+3. A running response is known by its id while its stream runs, so that it can be looked at and cancelled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+
+from omni_actors.serve.api.schemas import ChatMessage
+
+MAX_RESPONSES = 1000
+MAX_BYTES = 64 << 20
+
+
+class StoredResponse(NamedTuple):
+    """A response that has ended.
+
+    body: its object, as JSON. messages: its conversation without instructions, the answer included. size: in bytes.
+    """
+
+    body: bytes
+    messages: tuple[ChatMessage, ...]
+    size: int
+
+
+class RunningResponse(NamedTuple):
+    """A response whose stream runs. body: returns its object. cancel: ends it."""
+
+    body: Callable[[], dict[str, Any]]
+    cancel: Callable[[], None]
+
+
+class ResponseStore:
+    """Remembers responses by id."""
+
+    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._running: dict[str, RunningResponse] = {}
+        self.bytes = 0
+        """Of all stored responses."""
+
+    def put(self, id: str, body: dict[str, Any], messages: Sequence[ChatMessage]) -> None:
+        """Store a response, and forget the oldest ones if there is no room. One that has no room at all is dropped."""
+        encoded = msgspec.json.encode(body)
+        response = StoredResponse(encoded, tuple(messages), len(encoded) + size_of(messages))
+        if response.size > self._max_bytes:
+            return
+        self.delete(id)
+        self._stored[id] = response
+        self.bytes += response.size
+        while len(self._stored) > self._max_responses or self.bytes > self._max_bytes:
+            _, oldest = self._stored.popitem(last=False)
+            self.bytes -= oldest.size
+
+    def get(self, id: str) -> StoredResponse | None:
+        """Return a stored response."""
+        return self._stored.get(id)
+
+    def delete(self, id: str) -> bool:
+        """Forget a stored response. Returns whether it was there."""
+        found = self._stored.pop(id, None)
+        if found is not None:
+            self.bytes -= found.size
+        return found is not None
+
+    def running(self, id: str) -> RunningResponse | None:
+        """Return a response whose stream runs."""
+        return self._running.get(id)
+
+    @contextmanager
+    def run(self, id: str, response: RunningResponse) -> Iterator[None]:
+        """Let a running response be known by its id for as long as the block lasts."""
+        self._running[id] = response
+        try:
+            yield
+        finally:
+            del self._running[id]
+
+
+def size_of(messages: Sequence[ChatMessage]) -> int:
+    """Return the bytes of the strings of messages in memory."""
+    size, pending = 0, list[Any](messages)
+    while pending:
+        value = pending.pop()
+        if isinstance(value, msgspec.Struct):
+            pending += (getattr(value, name) for name in value.__struct_fields__)
+        elif isinstance(value, list | tuple):
+            pending += value
+        elif isinstance(value, str):
+            size += sys.getsizeof(value)
+    return size

@@ -1,0 +1,167 @@
+"""POST /v1/responses; GET and DELETE /v1/responses/{id}; POST /v1/responses/{id}/cancel.
+
+Rules
+1. A request is a chat request in other words: ``response_input`` translates it, and ``chat.begin`` begins it.
+2. The server keeps a response and its conversation, files included, unless ``store`` is false (``response_store``).
+3. Every key may read every response: a server has one key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.errors import RequestError
+from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
+from omni_actors.serve.api import responses
+from omni_actors.serve.api.errors import renaming
+from omni_actors.serve.api.generations import Generations
+from omni_actors.serve.api.json_body import read_json
+from omni_actors.serve.api.response_schemas import ResponsesRequest, with_types
+from omni_actors.serve.api.schemas import ChatMessage
+from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
+from omni_actors.serve.response_store import ResponseStore, RunningResponse, size_of
+from omni_actors.serve.routes import chat
+from omni_actors.serve.routes.chat_answer import ChatCompletion
+from omni_actors.serve.routes.common import open_body
+from omni_actors.serve.routes.response_answer import ResponseAnswer
+from omni_actors.serve.routes.response_input import chat_request, messages_of
+
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+"""The names of fields in this API, by those of the chat API."""
+
+
+async def create(request: Request) -> Response:
+    """Answer a conversation of items, as one JSON object or as server-sent events."""
+    store: ResponseStore = request.app.state.responses
+    system, body, params = open_body(request, with_types(await read_json(request)), ResponsesRequest)
+    _require_possible(body)
+    history = _history(request, body)
+    placed = messages_of(body)
+    conversation = (*history, *(message for _, message in placed))
+    instructions = [("instructions", ChatMessage(role="system", content=body.instructions))]
+    messages = [*instructions[: body.instructions is not None]]
+    messages += [("previous_response_id", message) for message in history] + placed
+    asked = chat_request(body, [message for _, message in messages])
+    params |= {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
+    completion, generations = await chat.begin(
+        request, system, asked, params, [param for param, _ in messages], "resp_", _NAMES
+    )
+    answer = ResponseAnswer(body, completion)
+
+    def keep() -> None:
+        if body.store:
+            store.put(answer.id, answer.object(), (*conversation, answer.message()))
+
+    def fail(error: RequestError) -> bytes:
+        last = answer.fail(error)
+        keep()
+        return last
+
+    pieces = _events(answer, completion, generations, store, keep)
+    with renaming(completion.names):
+        if body.stream:
+            return await responses.StreamedResponse(generations, pieces, on_late_error=fail).start()
+        with responses.collecting(generations):
+            async for _ in pieces:
+                pass
+            return responses.WholeResponse(generations, responses.JSONResponse(answer.object()))
+
+
+def _require_possible(body: ResponsesRequest) -> None:
+    """Refuse what the server does not do. Raises HTTPError."""
+    if body.background:
+        message = "background: a response ends with its connection; accepted: false"
+        raise bad_request(message, "background", "unsupported_parameter")
+    if body.modalities and "audio" in body.modalities and not body.stream:
+        message = "modalities: 'audio' needs stream: true, because OpenAI's objects of responses have no audio"
+        raise bad_request(message, "modalities", "unsupported_parameter")
+
+
+def _history(request: Request, body: ResponsesRequest) -> Sequence[ChatMessage]:
+    """Return the conversation that the request continues. Its bytes count as those of the body. Raises HTTPError."""
+    if body.previous_response_id is None:
+        return ()
+    store: ResponseStore = request.app.state.responses
+    ticket: AdmissionTicket = request.scope[SCOPE_KEY]
+    found = store.get(body.previous_response_id)
+    if found is None:
+        message = f"previous_response_id: there is no response {quote_value(body.previous_response_id)}"
+        raise bad_request(message, "previous_response_id", "previous_response_not_found")
+    size = size_of(found.messages)
+    if ticket.bytes + size > ticket.max_bytes:
+        message = f"previous_response_id: the conversation and the request exceed {ticket.max_bytes} bytes"
+        raise bad_request(message, "previous_response_id", "conversation_too_large")
+    ticket.add_bytes(size)
+    return found.messages
+
+
+async def _events(
+    answer: ResponseAnswer,
+    completion: ChatCompletion,
+    generations: Generations,
+    store: ResponseStore,
+    keep: Callable[[], None],
+) -> responses.Pieces:
+    """Yield the events. keep: is called when the answer is complete, before its last events are sent."""
+
+    def cancel() -> None:
+        answer.is_cancelled = True
+        generations.abort()
+
+    has_begun = False
+    with store.run(answer.id, RunningResponse(answer.object, cancel)):
+        async for _, output in generations.outputs():
+            addition = await completion.convert(0, output)
+            begin = [] if has_begun else answer.begin()  # before it, an error is an ordinary error response
+            has_begun = True
+            for event in begin + answer.add(addition):
+                yield event
+        begin = [] if has_begun else answer.begin()
+        last = begin + await answer.finish()
+        keep()
+        for event in last:
+            yield event
+
+
+async def retrieve(request: Request) -> Response:
+    """Return a response that the server has stored, or whose stream runs."""
+    store: ResponseStore = request.app.state.responses
+    id = request.path_params["response_id"]
+    if request.query_params.get("stream", "false").lower() == "true":
+        raise bad_request("stream: a stored response is not streamed again; accepted: false", "stream")
+    if (running := store.running(id)) is not None:
+        return responses.JSONResponse(running.body())
+    if (stored := store.get(id)) is None:
+        raise _unknown(id)
+    return Response(stored.body, media_type="application/json")
+
+
+async def delete(request: Request) -> Response:
+    """Delete a stored response."""
+    store: ResponseStore = request.app.state.responses
+    id = request.path_params["response_id"]
+    if not store.delete(id):
+        raise _unknown(id)
+    return responses.JSONResponse({"id": id, "object": "response", "deleted": True})
+
+
+async def cancel(request: Request) -> Response:
+    """Cancel a response whose stream runs."""
+    store: ResponseStore = request.app.state.responses
+    id = request.path_params["response_id"]
+    running = store.running(id)
+    if running is None and store.get(id) is not None:
+        raise bad_request("this response has ended, so it cannot be cancelled", "response_id", "response_ended")
+    if running is None:
+        raise _unknown(id)
+    running.cancel()
+    found: dict[str, Any] = running.body()
+    return responses.JSONResponse(found | {"status": "cancelled"})
+
+
+def _unknown(id: str) -> HTTPError:
+    return HTTPError(404, f"there is no response {quote_value(id)}", param="response_id", code="response_not_found")

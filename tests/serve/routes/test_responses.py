@@ -1,0 +1,268 @@
+"""The responses API, as OpenAI's own client uses it. Each event and object is checked against the client's types."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai.types.responses import Response as ResponseObject
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from omni_actors.serve.api.schemas import ChatMessage
+from omni_actors.serve.response_store import ResponseStore
+from tests.support.http_server import Server, Start
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+TEXT_EVENTS = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+]
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Rome", "Oslo"]
+
+
+@pytest.fixture
+def author(writer: Server) -> Iterator[openai.OpenAI]:
+    with writer.openai() as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, model: str = "studio", **arguments: Any) -> Any:
+    return client.responses.create(**{"model": model, "input": "hello there", **arguments})
+
+
+def write(client: openai.OpenAI, **arguments: Any) -> Any:
+    return ask(client, "writer", **{"max_output_tokens": 8, **arguments})
+
+
+def raw_events(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream as they were sent, after checking them."""
+    body = {"input": "hello there", "stream": True, **fields}
+    answer = server.http.post("/v1/responses", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    found = []
+    for event in answer.text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        EVENT.validate_json(data.removeprefix("data: "), strict=True)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    """Return the types of events, each repetition once."""
+    names = [event["type"] for event in events]
+    return [name for at, name in enumerate(names) if at == 0 or name != names[at - 1]]
+
+
+def test_a_text_is_answered(client: openai.OpenAI, studio: Server) -> None:
+    answer = ask(client, metadata={"a": "b"}, instructions="Be brief.")
+    assert answer.output_text == "hello there" * 3, "the engine repeats the newest message"
+    assert (answer.status, answer.object, answer.metadata) == ("completed", "response", {"a": "b"})
+    [item] = answer.output
+    assert (item.role, item.status, item.content[0].annotations) == ("assistant", "completed", [])
+    raw = studio.http.post("/v1/responses", json={"model": "studio", "input": "hello"}).content
+    ResponseObject.model_validate_json(raw, strict=True)
+
+
+def test_a_stream_has_openais_events_in_order(studio: Server) -> None:
+    events = raw_events(studio, model="studio")
+    assert kinds(events) == [*TEXT_EVENTS, "response.completed"]
+    text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    final = events[-1]["response"]
+    assert text == final["output"][0]["content"][0]["text"] != ""
+    created = events[0]["response"]
+    assert (created["status"], created["output"], created["id"]) == ("in_progress", [], final["id"])
+
+
+def test_the_clients_own_stream_collects_the_response(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="studio", input="one two") as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == final.output_text
+
+
+def test_a_cut_answer_is_incomplete(author: openai.OpenAI, writer: Server) -> None:
+    answer = write(author)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.usage.output_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.input_tokens + 8
+    events = raw_events(writer, model="writer", max_output_tokens=8)
+    assert kinds(events) == [*TEXT_EVENTS, "response.incomplete"]
+
+
+def test_a_call_of_a_tool_and_its_result(author: openai.OpenAI, writer: Server) -> None:
+    asked: Any = {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 100}
+    answer = write(author, **asked)
+    [call] = answer.output
+    assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    events = raw_events(writer, model="writer", **asked)
+    assert kinds(events) == [
+        *TEXT_EVENTS[:3],
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    done = next(event for event in events if event["type"] == "response.function_call_arguments.done")
+    deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == done["arguments"] == events[-1]["response"]["output"][0]["arguments"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    by_id = write(author, previous_response_id=answer.id, input=[result], tools=[WEATHER], temperature=0)
+    items = [{"role": "user", "content": "hello there"}, call.model_dump(), result]
+    by_items = write(author, input=items, tools=[WEATHER], temperature=0)
+    assert by_id.output_text == by_items.output_text
+
+
+def test_a_structured_answer_is_parsed(author: openai.OpenAI) -> None:
+    answer = author.responses.parse(model="writer", input="hello", text_format=Weather, max_output_tokens=100)
+    assert isinstance(answer.output_parsed, Weather)
+    text: Any = {"format": {"type": "json_schema", "name": "w", "schema": WEATHER["parameters"]}}
+    assert Weather.model_validate_json(write(author, text=text, max_output_tokens=100).output_text)
+
+
+def test_a_conversation_goes_on_from_a_stored_response(author: openai.OpenAI) -> None:
+    first = write(author, temperature=0, instructions="Speak.")
+    second = write(author, temperature=0, input="And now?", previous_response_id=first.id)
+    third = write(author, temperature=0, input="Then?", previous_response_id=second.id)
+    turns = ["hello there", first.output_text, "And now?", second.output_text, "Then?"]
+    items: Any = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(turns)]
+    again = write(author, temperature=0, input=items)
+    assert (again.output_text, again.usage.input_tokens) == (third.output_text, third.usage.input_tokens)
+    assert third.previous_response_id == second.id
+
+
+def test_a_stored_response_is_read_and_deleted(client: openai.OpenAI, studio: Server) -> None:
+    kept = ask(client)
+    assert client.responses.retrieve(kept.id).output_text == kept.output_text
+    with pytest.raises(openai.BadRequestError, match="has ended"):
+        client.responses.cancel(kept.id)
+    client.responses.delete(kept.id)
+    for act in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            act(kept.id)
+    dropped = ask(client, store=False)
+    assert dropped.model_dump()["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(dropped.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, previous_response_id=dropped.id)
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+def test_a_running_response_is_cancelled(slow: Server) -> None:
+    with slow.openai() as client, ask(client, stream=True) as stream:
+        first = next(iter(stream))
+        assert client.responses.retrieve(first.response.id).status == "in_progress"
+        assert client.responses.cancel(first.response.id).status == "cancelled"
+        last = list(stream)[-1]
+    assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+    slow.wait_metric("omni_requests_in_flight", 0)
+
+
+def test_a_recording_in_the_input_is_heard(client: openai.OpenAI, recording: Callable[..., bytes]) -> None:
+    data = base64.b64encode(recording(2.0)).decode()
+    sound = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    items: Any = [{"role": "user", "content": [{"type": "input_text", "text": "What is it?"}, sound]}]
+    assert "2.0 s at 16000 Hz" in ask(client, input=items).output_text
+
+
+def test_a_spoken_answer_is_streamed(studio: Server) -> None:
+    asked = {"modalities": ["text", "audio"], "audio": {"format": "pcm16", "voice": "any"}}
+    events = raw_events(studio, model="studio", **asked)
+    names = [event["type"] for event in events]
+    assert {"response.audio.delta", "response.audio.transcript.delta"} < set(names)
+    assert names.index("response.audio.done") > max(at for at, name in enumerate(names) if name.endswith("audio.delta"))
+    sound = b"".join(base64.b64decode(e["delta"]) for e in events if e["type"] == "response.audio.delta")
+    assert len(sound) / 2 / 24000 > 0.1
+    transcript = "".join(e["delta"] for e in events if e["type"] == "response.audio.transcript.delta")
+    assert transcript == events[-1]["response"]["output"][0]["content"][0]["text"]
+
+
+def test_a_failure_after_the_first_output_ends_the_stream_with_an_event(start: Start) -> None:
+    asked = {"modalities": ["text", "audio"], "audio": {"format": "pcm16", "voice": "any"}}
+    with start() as server:
+        events = raw_events(server, model="studio", input="well well deadly", **asked)
+    failed = events[-1]
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"]["code"] == "server_error"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 7}, "input"),
+        ({"input": [7]}, "input[0]"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+            "input[0].content[0].image_url.url",
+        ),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].role"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [WEATHER]}, "tools"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ],
+)
+def test_what_is_refused(studio: Server, changes: dict[str, Any], param: str) -> None:
+    answer = studio.http.post("/v1/responses", json={"model": "studio", "input": "hello", **changes})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_store_keeps_the_newest_responses_within_its_bounds() -> None:
+    store = ResponseStore(max_responses=3, max_bytes=4000)
+    message = ChatMessage(role="user", content="x" * 500)
+    for number in range(5):
+        store.put(str(number), {"n": number}, [message])
+    assert [number for number in range(5) if store.get(str(number))] == [2, 3, 4]
+    store.put("large", {}, [message] * 5)
+    assert store.get("large")
+    assert store.bytes <= 4000
+    store.put("too large", {}, [message] * 9)
+    assert store.get("too large") is None
+    assert store.get("large")
+    assert store.delete("large")
+    assert not store.delete("large")
+    assert store.bytes == sum(found.size for number in range(5) if (found := store.get(str(number))))
