@@ -66,6 +66,15 @@ class BargeIn:
         self._state = _State.QUIET
         self._speech_ms = 0
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether there is speech of which is not known yet whether it cuts the answer."""
+        return self._state is _State.UNDECIDED
+
+    def reset(self) -> None:
+        """Forget the speech in progress, as ``Detector.reset`` does."""
+        self._state = _State.QUIET
+
     def started(self, event: SpeechStarted, *, playing: bool) -> Decision | None:
         """Return CUT if the speech cuts the answer at once. playing: whether an answer is being played or computed."""
         self._speech_ms = event.speech_ms

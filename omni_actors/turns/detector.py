@@ -23,6 +23,8 @@ from omni_actors.turns.silero import SAMPLE_RATE, WINDOW, SpeechProbability
 
 _WINDOW_MS = WINDOW * 1000 // SAMPLE_RATE
 _START_WINDOWS = 2
+_DEAF_WINDOWS = 4
+"""The model finds speech in so many windows after its end, at most. The next turn's sound has them too."""
 _HYSTERESIS, _LOWEST = 0.15, 0.01
 _DEFAULTS = ServerVad()
 
@@ -55,6 +57,8 @@ class Detector:
         self._speaking = False
         self._pause: int | None = None
         """The first window of the pause."""
+        self._deaf_until = 0
+        """How many windows of the stream cannot start speech: the last ones belong to speech that was forgotten."""
         self._idle_from_ms: int | None = None
 
     @property
@@ -104,7 +108,15 @@ class Detector:
         self._idle_from_ms = max(after_ms, self.position_ms)
 
     def reset(self) -> None:
-        """Forget the speech in progress, without an event: its sound was taken or discarded. The position goes on."""
+        """Forget the speech in progress, without an event: its sound was taken or discarded. The position goes on.
+
+        If the user goes on speaking, that is new speech.
+        """
+        if self._speaking:
+            self._deaf_until = self._windows + _DEAF_WINDOWS
+        self._end_turn()
+
+    def _end_turn(self) -> None:
         self._speaking, self._first, self._pause, self._idle_from_ms = False, None, None, None
         self._earliest_ms = self.position_ms
 
@@ -116,7 +128,7 @@ class Detector:
         return [] if found is None else [found]
 
     def _in_silence(self, probability: float) -> Event | None:
-        if probability < self._threshold:
+        if probability < self._threshold or self._windows <= self._deaf_until:
             self._first = None
             return self._idle_timeout()
         if self._first is None:
@@ -138,7 +150,7 @@ class Detector:
         if not self._end_of_turn.has_ended(self._windows - self._first, self._windows - self._pause):
             return None
         stopped = SpeechStopped(self.position_ms, self._pause * _WINDOW_MS)
-        self.reset()
+        self._end_turn()
         return stopped
 
     def _idle_timeout(self) -> IdleTimeout | None:

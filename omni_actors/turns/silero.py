@@ -27,8 +27,15 @@ _CONTEXT = 64
 
 
 def open_session(model: Path) -> Any:
-    """Return a session of onnxruntime that computes in the calling thread. It is safe to use from several threads."""
-    import onnxruntime  # only the extra "voice" has it
+    """Return a session of onnxruntime that computes in the calling thread. It is safe to use from several threads.
+
+    Raises assets.ModelNotFound: onnxruntime is not installed.
+    """
+    try:
+        import onnxruntime  # only the extra "voice" has it
+    except ImportError as error:
+        package = assets.Package("onnxruntime")
+        raise assets.ModelNotFound(model.name, "onnxruntime is not installed", package=package) from error
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1

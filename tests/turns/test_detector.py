@@ -7,7 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.turns import NOISE_DB, PAUSE_S, RATE, SENTENCES, SETTINGS, UNFINISHED, Conversation, converse, listen, say
@@ -67,12 +67,12 @@ def test_each_sentence_is_one_turn_that_is_found_in_time(
 
 
 @pytest.mark.parametrize("detection", [SERVER, SEMANTIC], ids=SETTINGS)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(sizes=st.lists(st.integers(1, 4000), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) >= 200))
 def test_events_do_not_depend_on_the_chunks(detection: turns.TurnDetection, sizes: list[int]) -> None:
-    sound = converse([say(text) for text in SENTENCES[:2]], 20).sound
+    sound = converse([say(SENTENCES[0])], 20).sound
     assert events(detection, sound, sizes) == events(detection, sound)
-    assert len(events(detection, sound)) == 4
+    assert len(events(detection, sound)) == 2
 
 
 def test_a_turn_begins_with_the_padding_and_ends_with_the_silence() -> None:

@@ -17,6 +17,7 @@ from msgspec import UNSET, Meta, UnsetType
 from omni_actors.serve.api.errors import from_validation
 from omni_actors.serve.api.tools import FunctionDefinition, FunctionName, Name, NamedTool, Tool
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, ItemReference, Message
+from omni_actors.turns import TurnDetection
 
 MAX_INSTRUCTIONS = 1 << 16
 MAX_TOOLS = 128
@@ -60,7 +61,7 @@ class AudioInput(_Struct, frozen=True):
     format: AudioFormat = PCM()
     noise_reduction: None = None
     transcription: Transcription | None = None
-    turn_detection: None = None
+    turn_detection: TurnDetection | None = None
 
 
 class VoiceId(_Struct, frozen=True):
@@ -178,6 +179,9 @@ def convert(given: Any, type: type[_T], place: str) -> _T:
 def to_wire(config: SessionConfig) -> dict[str, Any]:
     """Return the configuration as it is sent."""
     found: dict[str, Any] = msgspec.to_builtins(config)
+    detection = found["audio"]["input"]["turn_detection"]
+    if detection is not None and not detection["ignore_backchannels"]:
+        del detection["ignore_backchannels"]  # it is not of OpenAI's protocol
     optional = ("parallel_tool_calls", "include", "prompt", "reasoning", "tracing")
     return {name: value for name, value in found.items() if name not in optional or value is not None}
 

@@ -43,9 +43,13 @@ class InputAudio:
     def nbytes(self) -> int:
         return len(self._data)
 
+    def has_room(self, size: int, format: AudioFormat) -> bool:
+        """Return whether so many bytes can be added."""
+        return len(self._data) + size <= self._most_s * bytes_per_s(format)
+
     def append(self, data: bytes, format: AudioFormat) -> None:
         """Add sound. A frame may be cut anywhere. Raises HTTPError: the buffer is full."""
-        if len(self._data) + len(data) > self._most_s * bytes_per_s(format):
+        if not self.has_room(len(data), format):
             message = f"audio: the buffer holds {self._most_s:g} s of sound; commit or clear it"
             raise bad_request(message, "audio", "input_audio_buffer_full")
         self._data += data
@@ -59,14 +63,29 @@ class InputAudio:
         self._begins_ms = self.end_ms(format)
         self._data.clear()
 
-    def commit(self, format: AudioFormat) -> Recording:
-        """Take the content. Raises HTTPError: it is too short."""
-        whole = len(self._data) // frame_bytes(format) * frame_bytes(format)
+    def forget(self, before_ms: float, format: AudioFormat) -> None:
+        """Drop the content before a position, in whole frames."""
+        size = self._size_until(before_ms, format)
+        del self._data[:size]
+        self._begins_ms += 1000 * size / bytes_per_s(format)
+
+    def _size_until(self, position_ms: float, format: AudioFormat) -> int:
+        """Return the bytes of the whole frames before a position."""
+        frames = round((position_ms - self._begins_ms) * rate_of(format) / 1000)
+        return max(0, min(frames, len(self._data) // frame_bytes(format))) * frame_bytes(format)
+
+    def commit(self, format: AudioFormat, until_ms: float | None = None) -> Recording:
+        """Take the content, or what of it is before a position. Raises HTTPError: it is too short."""
+        end_ms = self.end_ms(format) if until_ms is None else until_ms
+        whole = self._size_until(end_ms, format)
         recording = Recording(bytes(self._data[:whole]), format)
         if 1000 * recording.duration_s < SHORTEST_MS:
             message = (
                 f"the input audio buffer has {1000 * recording.duration_s:.0f} ms of sound; accepted: {SHORTEST_MS}"
             )
             raise bad_request(f"{message} ms or more", None, "input_audio_buffer_commit_empty")
-        self.clear(format)
+        if until_ms is None:
+            self.clear(format)
+        else:
+            self.forget(until_ms, format)
         return recording

@@ -36,4 +36,8 @@ class Pacer:
 
     def played_s(self, now: float) -> float:
         """Return how much of the sound a client has played that plays it at once."""
-        return self.sent_s - max(0.0, self._player.ahead_s(now))
+        return self.sent_s - self.unplayed_s(now)
+
+    def unplayed_s(self, now: float) -> float:
+        """Return how much of the sound that has left such a client has not played yet."""
+        return max(0.0, self._player.ahead_s(now))

@@ -21,7 +21,6 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.errors import OmniError
 from omni_actors.serve.api.errors import to_http_error
-from omni_actors.serve.api.json_body import SLICE_BYTES, DecodingCost
 from omni_actors.serve.api.tools import arguments_object
 from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
 from omni_actors.serve.media.base64_data import from_base64
@@ -45,6 +44,7 @@ from omni_actors.serve.realtime.pipeline import SessionPipeline
 from omni_actors.serve.realtime.request import Request
 from omni_actors.serve.realtime.responding import CancelReason, Response
 from omni_actors.serve.realtime.transcribing import Transcriber
+from omni_actors.serve.realtime.turn_taking import TurnTaking, can_detect, open_turn_taking
 from omni_actors.system import OmniSystem
 
 NORMAL_CLOSURE, GOING_AWAY, UNSUPPORTED_DATA = 1000, 1001, 1003
@@ -97,6 +97,10 @@ class Session:
         self._transcriber = Transcriber(self._pipeline, self._outbox, limits.max_items)
         self._response: Response | None = None
         """The response in progress."""
+        self._latest: Response | None = None
+        """The newest response, which the client may be playing still."""
+        self._turns: TurnTaking | None = None
+        """Finds the turns of the user; None if the client marks them."""
         self._nursery: trio.Nursery | None = None
         self._close_code = NORMAL_CLOSURE
 
@@ -104,6 +108,7 @@ class Session:
         """Run the session until either side ends it. Its requests have ended when this returns."""
         is_connected = True
         try:
+            await self._begin_turns()
             async with trio.open_nursery() as self._nursery:
                 for task in (self._outbox.run, self._transcriber.run, self._watch_drain, self._watch_expiry):
                     self._nursery.start_soon(task)
@@ -148,7 +153,7 @@ class Session:
             await self._outbox.wait_room()
             event_id: str | None = None
             try:
-                fields = await _read_json(text)
+                fields = await events.read_fields(text)
                 found = fields.get("event_id")
                 event_id = found[:512] if isinstance(found, str) else None
                 await self._take(events.read_event(fields))
@@ -161,12 +166,14 @@ class Session:
         """Do what an event asks. Raises HTTPError, OmniError."""
         match event:
             case events.SessionUpdate(session=session):
-                self._update(session)
+                await self._update(session)
             case events.InputAudioAppend(audio=audio):
-                self._take_sound(await from_base64(audio, "audio"))
+                await self._take_sound(await from_base64(audio, "audio"))
             case events.InputAudioCommit():
-                self._commit()
+                self.commit_turn(None, new_id("item") if self._turns is None else self._turns.reset())
             case events.InputAudioClear():
+                if self._turns is not None:
+                    self._turns.reset()
                 self._input.clear(self._config.audio.input.format)
                 self._outbox.post("input_audio_buffer.cleared")
             case events.ItemCreate(item=item, previous_item_id=after):
@@ -191,7 +198,7 @@ class Session:
         described = {"id": self.id, "object": "realtime.session", "expires_at": self._expires}
         return {**to_wire(self._config), **described}
 
-    def _update(self, update: dict[str, Any]) -> None:
+    async def _update(self, update: dict[str, Any]) -> None:
         """Raises HTTPError."""
         config = updated(self._config, update)
         if config.model != self._config.model:
@@ -201,7 +208,7 @@ class Session:
             raise bad_request(message, "session.audio.input.format")
         self._check_modalities(config, "session.")
         Request(config, ResponseParams(), self._pipeline.system.pipeline, self._params)
-        self._config = config
+        await self._adopt(config)
         self._outbox.post("session.updated", session=self._described())
 
     def _check_modalities(self, config: SessionConfig, place: str) -> None:
@@ -216,22 +223,41 @@ class Session:
 
     # sound of the user
 
-    def _take_sound(self, data: bytes) -> None:
+    async def _adopt(self, config: SessionConfig) -> None:
+        """Use a configuration, and find turns as it says. Raises HTTPError: a model is not there."""
+        before, asked = self._config.audio.input, config.audio.input
+        detection = asked.turn_detection
+        if detection is None:
+            self._turns = None
+        elif (detection, asked.format) != (before.turn_detection, before.format):
+            self._require_hearing()
+            self._turns = await open_turn_taking(detection, self, self._input, asked.format, self._outbox)
+        self._config = config
+
+    async def _begin_turns(self) -> None:
+        """Find turns with ``server_vad``, as OpenAI does, if the pipeline hears and the model is there."""
+        if self._pipeline.hears and can_detect():
+            await self._adopt(updated(self._config, {"audio": {"input": {"turn_detection": {"type": "server_vad"}}}}))
+
+    async def _take_sound(self, data: bytes) -> None:
         """Add sound to the buffer. Raises HTTPError."""
         self._require_hearing()
-        self._input.append(data, self._config.audio.input.format)
+        if self._turns is None:
+            self._input.append(data, self._config.audio.input.format)
+        else:
+            await self._turns.hear(data)
 
     def _require_hearing(self) -> None:
         if not self._pipeline.hears:
             message = f"{self._pipeline.system.pipeline.name!r} does not accept audio"
             raise bad_request(message, "audio", "unsupported_input")
 
-    def _commit(self) -> None:
-        """Make the buffer an item. Raises HTTPError."""
+    def commit_turn(self, until_ms: float | None, item_id: str) -> None:
+        """Make the buffer, or what of it is before a position, an item. Raises HTTPError."""
         self._require_hearing()
         self._conversation.check_room(self._input.nbytes)
-        recording = self._input.commit(self._config.audio.input.format)
-        item = Message(role="user", content=[Part("input_audio")])
+        recording = self._input.commit(self._config.audio.input.format, until_ms)
+        item = Message(id=item_id, role="user", content=[Part("input_audio")])
         entry = Entry(item, {0: recording})
         before = self._conversation.insert(entry)
         self._outbox.post("input_audio_buffer.committed", previous_item_id=before, item_id=item.id)
@@ -306,7 +332,8 @@ class Session:
             request.head["conversation_id"] = self._conversation_id
         entries = self._conversation.entries if asked.input is None else [self._given(each) for each in asked.input]
         conversation = None if is_apart else self._conversation
-        self._response = Response(self._pipeline, self._outbox, conversation, request=request, entries=entries)
+        response = Response(self._pipeline, self._outbox, conversation, request=request, entries=entries)
+        self._response = self._latest = response
         assert self._nursery is not None
         self._nursery.start_soon(self._run_response, self._response)
 
@@ -325,6 +352,30 @@ class Session:
         await response.run()
         self._response = None
         response.done.set()
+        if self._turns is not None:
+            self._turns.expect_speech(response.pacer.unplayed_s(trio.current_time()))
+
+    def is_playing(self) -> bool:
+        """Return whether an answer is computed or, at a client that plays it at once, played."""
+        return self._latest is not None and (
+            self._response is not None or self._latest.pacer.unplayed_s(trio.current_time()) > 0
+        )
+
+    def respond_to_turn(self) -> None:
+        """Begin a response, unless one is in progress. Raises HTTPError."""
+        if self._response is None:
+            self._respond(ResponseParams())
+
+    async def interrupt(self) -> None:
+        """Cut the answer because the user speaks, and keep of it what was played. Raises HTTPError."""
+        if (response := self._latest) is None:
+            return
+        played_ms = int(1000 * response.pacer.played_s(trio.current_time()))
+        if self._response is not None:
+            await self._cut("turn_detected")
+        entry, self._latest = response.message, None
+        if entry is not None and entry in self._conversation.entries and entry.sent_s:
+            await self._truncate(entry.item.id, played_ms)
 
     async def _cancel(self, id: str | None) -> None:
         """Raises HTTPError."""
@@ -345,19 +396,3 @@ class Session:
         assert self._response is not None
         self._response.cancel(reason)
         await self._response.done.wait()
-
-
-async def _read_json(text: str) -> dict[str, Any]:
-    """Return a client's event without its nulls at the top. Raises HTTPError."""
-    data = text.encode("utf-8", "replace")
-    cost = DecodingCost()
-    for at in range(0, len(data), SLICE_BYTES):
-        await trio.lowlevel.checkpoint()
-        cost.add(data[at : at + SLICE_BYTES])
-    try:
-        fields = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"the event is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        raise bad_request("the event is not a JSON object", code="invalid_json")
-    return {name: value for name, value in fields.items() if value is not None}

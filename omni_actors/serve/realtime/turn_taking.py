@@ -1,0 +1,192 @@
+"""The turns of a session whose user does not mark them: finds them in the sound, and acts on them.
+
+Rules
+1. ``speech_started`` is posted when speech is certain to be a turn. So a backchannel that is ignored is not announced,
+   and clients go on playing.
+2. A turn's sound leaves the buffer when the turn ends. Sound before a turn is dropped when the turn starts, and silence
+   that is older than ``KEPT_S`` as it ages.
+3. A turn that fills the buffer ends there.
+4. Detectors run in threads, at most ``_THREADS`` at a time for all sessions: some pauses take 40 ms.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Protocol
+
+import numpy as np
+import soxr
+import trio
+
+from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.realtime.config import AudioFormat
+from omni_actors.serve.realtime.input_audio import InputAudio
+from omni_actors.serve.realtime.items import new_id
+from omni_actors.serve.realtime.outbox import Outbox
+from omni_actors.serve.realtime.sound import decode, frame_bytes, rate_of
+from omni_actors.stages import assets
+from omni_actors.turns import (
+    BargeIn,
+    Decision,
+    Detector,
+    Event,
+    IdleTimeout,
+    SpeechStarted,
+    SpeechStopped,
+    TurnDetection,
+    open_detector,
+)
+
+RATE = 16_000
+KEPT_S = 45.0
+"""How much sound without speech is kept. It exceeds the longest idle timeout."""
+_THREADS = trio.CapacityLimiter(2)
+
+
+class TurnSession(Protocol):
+    """What turn taking asks of its session."""
+
+    def is_playing(self) -> bool:
+        """Return whether the client plays an answer, or waits for one."""
+
+    async def interrupt(self) -> None:
+        """Cut the answer, and keep of it what was heard."""
+
+    def commit_turn(self, until_ms: float | None, item_id: str) -> None:
+        """Make an item of the sound up to a position. Raises HTTPError."""
+
+    def respond_to_turn(self) -> None:
+        """Begin a response, unless one is in progress. Raises HTTPError."""
+
+
+def can_detect() -> bool:
+    """Return whether the libraries and the model of ``server_vad`` are installed."""
+    return assets.is_ready("silero-vad") and importlib.util.find_spec("onnxruntime") is not None
+
+
+async def open_turn_taking(
+    settings: TurnDetection, session: TurnSession, sound: InputAudio, format: AudioFormat, outbox: Outbox
+) -> TurnTaking:
+    """Return the turn taking of a session. The models are loaded in a thread. Raises HTTPError: one is not there."""
+    try:
+        detector = await trio.to_thread.run_sync(open_detector, settings, limiter=_THREADS)
+    except assets.ModelNotFound as error:
+        place = "session.audio.input.turn_detection"
+        raise bad_request(f"{place}: {error}", place, "unsupported_parameter") from error
+    return TurnTaking(settings, detector, session, sound=sound, format=format, outbox=outbox)
+
+
+class TurnTaking:
+    """Follows the sound of one session in one format. ``hear`` gets all of it."""
+
+    def __init__(
+        self,
+        settings: TurnDetection,
+        detector: Detector,
+        session: TurnSession,
+        sound: InputAudio,
+        format: AudioFormat,
+        outbox: Outbox,
+    ) -> None:
+        self._settings, self._detector, self._session = settings, detector, session
+        self._sound, self._format, self._outbox = sound, format, outbox
+        self._begins_ms = sound.end_ms(format)
+        """The position in the session's sound at which the detector's stream begins."""
+        self._rest = b""
+        """The begin of a frame whose end has not arrived."""
+        self._resampler = soxr.ResampleStream(rate_of(format), RATE, 1, dtype="float32", quality="LQ")
+        self._barge_in = BargeIn(
+            interrupts=settings.interrupt_response, ignores_backchannels=settings.ignore_backchannels
+        )
+        self._held: SpeechStarted | None = None
+        """A start of speech that is not announced yet (rule 1)."""
+        self._item_id = new_id("item")
+        """The identifier that the item of the turn will have."""
+
+    async def hear(self, data: bytes) -> None:
+        """Take the next sound of the user, and do what it asks for. Raises HTTPError."""
+        if self._detector.is_speaking and not self._sound.has_room(len(data), self._format):
+            await self._stop(SpeechStopped(self._detector.position_ms, self._detector.position_ms))
+            self._detector.reset()
+        self._sound.append(data, self._format)
+        for event in await trio.to_thread.run_sync(self._detect, data, limiter=_THREADS):
+            await self._follow(event)
+        if self._barge_in.advanced(self._detector.spoken_until_ms) is Decision.CUT:
+            await self._cut()
+        if not self._detector.is_speaking:
+            self._sound.forget(self._sound.end_ms(self._format) - 1000 * KEPT_S, self._format)
+
+    def reset(self) -> str:
+        """Forget the turn in progress: the client took or dropped its sound. Return the identifier for its item."""
+        self._detector.reset()
+        self._barge_in.reset()
+        self._rest, self._held = b"", None
+        id, self._item_id = self._item_id, new_id("item")
+        return id
+
+    def expect_speech(self, after_s: float) -> None:
+        """Wait for the user to speak, from when an answer will have been played: in ``after_s`` seconds."""
+        self._detector.expect_speech(self._detector.position_ms + round(1000 * after_s))
+
+    def _detect(self, data: bytes) -> list[Event]:
+        data = self._rest + data
+        whole = len(data) // frame_bytes(self._format) * frame_bytes(self._format)
+        self._rest = data[whole:]
+        samples = self._resampler.resample_chunk(decode(data[:whole], self._format))
+        return self._detector.feed(np.asarray(samples, np.float32))
+
+    async def _follow(self, event: Event) -> None:
+        match event:
+            case SpeechStarted():
+                self._sound.forget(self._begins_ms + event.at_ms, self._format)
+                playing = self._session.is_playing()
+                self._held = event
+                if self._barge_in.started(event, playing=playing) is Decision.CUT:
+                    await self._cut()
+                elif not self._barge_in.is_undecided:
+                    self._announce()
+            case SpeechStopped():
+                await self._stop(event)
+            case IdleTimeout():
+                self._time_out(event)
+
+    async def _stop(self, event: SpeechStopped) -> None:
+        for decision in self._barge_in.stopped(event):
+            if decision is Decision.CUT:
+                await self._cut()
+            elif decision is Decision.BACKCHANNEL:
+                self._held = None
+                self._sound.forget(self._begins_ms + event.at_ms, self._format)
+            else:
+                self._end_turn(self._begins_ms + event.at_ms)
+
+    def _announce(self) -> None:
+        event, self._held = self._held, None
+        assert event is not None
+        start_ms = round(self._begins_ms + event.at_ms)
+        self._outbox.post("input_audio_buffer.speech_started", audio_start_ms=start_ms, item_id=self._item_id)
+
+    async def _cut(self) -> None:
+        self._announce()
+        await self._session.interrupt()
+
+    def _end_turn(self, end_ms: float) -> None:
+        """Raises HTTPError."""
+        id, self._item_id = self._item_id, new_id("item")
+        self._outbox.post("input_audio_buffer.speech_stopped", audio_end_ms=round(end_ms), item_id=id)
+        self._commit(end_ms, id)
+
+    def _time_out(self, event: IdleTimeout) -> None:
+        """Raises HTTPError."""
+        id, self._item_id = self._item_id, new_id("item")
+        start_ms, end_ms = (round(self._begins_ms + at_ms) for at_ms in (event.start_ms, event.at_ms))
+        self._sound.forget(start_ms, self._format)
+        place = {"audio_start_ms": start_ms, "audio_end_ms": end_ms}
+        self._outbox.post("input_audio_buffer.timeout_triggered", **place, item_id=id)
+        self._commit(end_ms, id)
+
+    def _commit(self, end_ms: float, id: str) -> None:
+        """Raises HTTPError."""
+        self._session.commit_turn(end_ms, id)
+        if self._settings.create_response:
+            self._session.respond_to_turn()
