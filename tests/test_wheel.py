@@ -68,6 +68,9 @@ def test_the_wheel_contains_every_module_of_both_packages(site: Path) -> None:
     expected |= {"omni_actors" / path.relative_to(SOURCE) for path in (SOURCE / "ringbuf").rglob("*.py")}
     assert {path.relative_to(site) for path in (site / "omni_actors").rglob("*.py")} == expected
     assert (site / "omni_actors" / "ringbuf" / "py.typed").exists()
+    static = [path for path in (SOURCE / "omni_actors" / "serve" / "page" / "static").rglob("*") if path.is_file()]
+    assert {path.name for path in static} >= {"index.html", "preact.LICENSE"}
+    assert [path for path in static if not (site / path.relative_to(SOURCE)).exists()] == []
 
 
 def test_both_packages_import_beside_an_unrelated_ringbuf(site: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from omni_actors.serve.api.openapi import EVENTS, JSON, Form, Operation, documen
 from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.media.loader import MediaLoader
+from omni_actors.serve.page import chaos, files
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.response_store import ResponseStore
 from omni_actors.serve.routes import (
@@ -156,7 +157,9 @@ def build(
     sessions = realtime.Realtime(pipelines, settings)
     gauge = Gauge("omni_realtime_sessions", "Sessions of the realtime API", registry=pipelines.registry)
     gauge.set_function(lambda: sessions.count)
-    app = _starlette(operations, sessions)
+    pages = files.routes(settings) if settings.has_page else []
+    faults = chaos.routes() if settings.chaos else []
+    app = _starlette(operations, sessions, [*pages, *faults])
     app.state.openapi = document(_described(operations), has_key=settings.api_key is not None)
     app.state.pipelines, app.state.system = pipelines, pipelines.first
     app.state.media, app.state.is_draining = media, is_draining
@@ -170,7 +173,7 @@ def build(
         pipelines.registry,
         api_key=settings.api_key,
         max_body_bytes=settings.max_body_bytes,
-        public=PUBLIC,
+        public=PUBLIC | {route.path for route in pages},
         routes={*MODEL_ROUTES, *STATUS_ROUTES, *calls, realtime.PATH},
         websockets={realtime.PATH},
         admit=admit,
@@ -203,9 +206,13 @@ def _described(operations: Mapping[str, admin.Operation]) -> list[tuple[str, Ope
     return described
 
 
-def _starlette(operations: Mapping[str, admin.Operation], sessions: realtime.Realtime) -> Starlette:
-    """Return the application without its gate: the routes, and the response to each kind of exception."""
-    routes = [Route(path, route.handler, methods=["POST"]) for path, route in (MODEL_ROUTES | CALL_ROUTES).items()]
+def _starlette(operations: Mapping[str, admin.Operation], sessions: realtime.Realtime, more: list[Route]) -> Starlette:
+    """Return the application without its gate: the routes, and the response to each kind of exception.
+
+    more: routes that are not a part of the API.
+    """
+    routes = [*more]
+    routes += [Route(path, route.handler, methods=["POST"]) for path, route in (MODEL_ROUTES | CALL_ROUTES).items()]
     routes += [Route(path, handler, methods=[method]) for method, path, handler in RESPONSE_ROUTES]
     for path, (handler, _) in STATUS_ROUTES.items():
         # A model's name may have a slash.

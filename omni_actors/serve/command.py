@@ -86,6 +86,8 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
     help="Send traces to this OpenTelemetry collector (OTLP over HTTP). By default the OTEL_* variables decide.",
 )
 @click.option("--enable-admin", is_flag=True, help="Have the routes that control the server. Needs an API key.")
+@click.option("--page/--no-page", default=None, help="Serve a page at /. By default only on a loopback address.")
+@click.option("--chaos", is_flag=True, help="Let the page kill, freeze and starve workers. Loopback addresses only.")
 @click.option("--exit-on-failed-stage", is_flag=True, help="Exit with code 1 when a stage is given up.")
 @click.option("--access-log/--no-access-log", default=DEFAULTS.access_log, show_default=True, help="Log each request.")
 @click.option(

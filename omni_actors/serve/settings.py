@@ -38,6 +38,8 @@ class ServerSettings:
         max_connections_per_address: the limit of connections from one address.
         enable_admin: have the routes of an operator (``routes.admin``), for which there must be a key.
         exit_on_failed_stage: raise StageFailed when a stage is given up, instead of trying it again.
+        page: serve the page at ``/``. None: only on a loopback address.
+        chaos: let the page inject faults into workers, which needs a loopback address.
         otlp_endpoint: the URL of the OpenTelemetry collector (OTLP/HTTP) that receives traces. None: that of the
             environment, or no traces.
         access_log: whether to log each request.
@@ -65,6 +67,13 @@ class ServerSettings:
     exit_on_failed_stage: bool = False
     otlp_endpoint: str | None = None
     access_log: bool = False
+    page: bool | None = None
+    chaos: bool = False
+
+    @property
+    def has_page(self) -> bool:
+        """Whether the server has the page."""
+        return is_loopback(self.host) if self.page is None else self.page
 
     def __post_init__(self) -> None:
         normalized = {
@@ -74,6 +83,8 @@ class ServerSettings:
         }
         if self.enable_admin and self.api_key is None:
             raise ValueError(f"--enable-admin lets clients control the server; set --api-key or {API_KEY_VARIABLE}")
+        if self.chaos and not (self.has_page and is_loopback(self.host)):
+            raise ValueError("--chaos lets the page end workers; it needs the page and a loopback address as --host")
         for name, value in normalized.items():
             object.__setattr__(self, name, value)
         if self.allow_credentials and ANY_ORIGIN in self.allow_origins:
@@ -93,6 +104,14 @@ def normalize_key(given: str) -> str:
     if not (key.isascii() and key.isprintable()):
         raise ValueError("an API key may contain printable ASCII characters only")
     return key
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or an address, without brackets, is one of this machine's loopback interface."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def normalize_origin(given: str) -> str:

@@ -70,7 +70,7 @@ class OriginCheck:
     def _check(self, headers: Headers) -> None:
         """Raises HTTPError 421 (host) or 403 (origin)."""
         host = headers.get("host", "").lower()
-        if self._hosts and _host_name(host) not in self._hosts:
+        if self._hosts and host_name(host) not in self._hosts:
             raise HTTPError(421, f"this server does not serve the host {quote_value(host)}", code="unknown_host")
         if not self._checks_origin:
             return
@@ -80,7 +80,7 @@ class OriginCheck:
                 raise HTTPError(403, message, code="foreign_origin")
 
 
-def _host_name(host: str) -> str | None:
+def host_name(host: str) -> str | None:
     """Return the host of a Host header, without its port."""
     try:
         return urlsplit(f"//{host}").hostname

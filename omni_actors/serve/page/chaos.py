@@ -1,0 +1,123 @@
+"""Faults that a viewer of the page injects, to see how a request goes on without a worker.
+
+Rules
+1. The routes exist with ``--chaos`` only, which needs a server that listens on a loopback address.
+2. A request must name a loopback host, so that no web page reaches the routes by DNS rebinding. The checks of the key
+   and of the origin apply as to every route.
+3. A signal goes to a pidfd, which is opened while the worker is not reaped. So it never reaches another process.
+4. A starved worker runs a tenth of the time, for ``STARVE_S`` at most. It runs again when the request ends, however it
+   ends. One worker is starved once at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Literal, get_args
+
+import trio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from omni_actors.serve.access.origins import host_name
+from omni_actors.serve.api.responses import JSONResponse
+from omni_actors.serve.http.errors import HTTPError, bad_request
+from omni_actors.serve.pipelines import Pipelines
+from omni_actors.serve.settings import is_loopback
+from omni_actors.system import OmniSystem
+
+PATH = "/v1/chaos"
+STARVE_S = 5.0
+PERIOD_S, SHARE = 0.1, 0.1
+"""A starved worker runs for ``SHARE`` of each period."""
+
+Fault = Literal["kill", "freeze", "thaw", "starve"]
+SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT}
+
+
+def routes() -> list[Route]:
+    """Return the route of the faults. It accepts POST; its arguments are in the query."""
+    starved: set[int] = set()
+
+    async def chaos(request: Request) -> Response:
+        """Inject ``fault`` into the worker of ``stage`` and ``replica`` (0) of ``pipeline`` (the first one)."""
+        _require_loopback(request)
+        query = request.query_params
+        fault = query.get("fault")
+        if fault not in get_args(Fault):
+            raise bad_request(f"fault: one of {', '.join(get_args(Fault))} was expected", "fault")
+        pid = _pid(_system(request), query.get("stage", ""), query.get("replica", "0"))
+        with _opened(pid) as pidfd:
+            if fault in SIGNALS:
+                _send(pidfd, SIGNALS[fault])
+            elif pid in starved:
+                raise HTTPError(409, f"the worker with pid {pid} is starved already", code="starved")
+            else:
+                starved.add(pid)
+                try:
+                    await _starve(pidfd)
+                finally:
+                    starved.discard(pid)
+        return JSONResponse({"fault": fault, "pid": pid})
+
+    return [Route(PATH, chaos, methods=["POST"])]
+
+
+def _require_loopback(request: Request) -> None:
+    """Raises HTTPError 421 if the request does not name a loopback host."""
+    name = host_name(request.headers.get("host", "").lower())
+    if name is None or not is_loopback(name):
+        raise HTTPError(421, "faults are injected through a loopback host only", code="unknown_host")
+
+
+def _system(request: Request) -> OmniSystem:
+    """Return the system of the pipeline that the query names; by default the first. Raises HTTPError."""
+    pipelines: Pipelines = request.app.state.pipelines
+    return pipelines.named(request.query_params.get("pipeline", pipelines.first.pipeline.name))
+
+
+def _pid(system: OmniSystem, stage: str, replica: str) -> int:
+    """Return the process of a worker. Raises HTTPError."""
+    replicas = system.health().stages.get(stage)
+    if replicas is None:
+        raise bad_request(f"stage: one of {', '.join(system.pipeline.stages)} was expected", "stage")
+    found = next((each for each in replicas if str(each.replica) == replica), None)
+    if found is None:
+        raise bad_request("replica: the stage has no replica of this number", "replica")
+    if found.pid is None:
+        raise HTTPError(409, "the replica has no worker now", code="no_worker")
+    return found.pid
+
+
+@contextmanager
+def _opened(pid: int) -> Iterator[int]:
+    """Open a pidfd for the block. Raises HTTPError 409 if the process has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError as error:
+        raise HTTPError(409, "the worker has just ended", code="no_worker") from error
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def _send(pidfd: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        signal.pidfd_send_signal(pidfd, number)
+
+
+async def _starve(pidfd: int) -> None:
+    """Let a process run for ``SHARE`` of the time, for ``STARVE_S``. It runs again after a cancellation, too."""
+    try:
+        with trio.move_on_after(STARVE_S):
+            while True:
+                _send(pidfd, signal.SIGSTOP)
+                await trio.sleep(PERIOD_S * (1 - SHARE))
+                _send(pidfd, signal.SIGCONT)
+                await trio.sleep(PERIOD_S * SHARE)
+    finally:
+        _send(pidfd, signal.SIGCONT)

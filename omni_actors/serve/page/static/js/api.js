@@ -1,0 +1,72 @@
+// Requests to the server: the key, errors, and streams of server-sent events.
+
+const KEY = "omni_actors.key";
+
+export const key = {
+  get: () => sessionStorage.getItem(KEY) || "",
+  set: (value) => sessionStorage.setItem(KEY, value.trim()),
+};
+
+export class ApiError extends Error {
+  constructor(status, message, code) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+// Sends a request with the key, and returns the response. Throws ApiError unless its status is a success.
+export async function call(path, { body, method, signal } = {}) {
+  const headers = {};
+  if (key.get()) headers.authorization = `Bearer ${key.get()}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const response = await fetch(path, {
+    method: method || (body === undefined ? "GET" : "POST"),
+    headers,
+    signal,
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  if (response.ok) return response;
+  const error = await response.json().then((found) => found.error, () => null);
+  throw new ApiError(response.status, error?.message || `the server answered ${response.status}`, error?.code);
+}
+
+// Yields [name, data] of each server-sent event of a response. Data that is not JSON, such as [DONE], ends the stream.
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (pending + value).split("\n\n");
+      pending = parts.pop();
+      for (const part of parts) {
+        let name = "message";
+        const data = [];
+        for (const line of part.split("\n")) {
+          if (line.startsWith("event: ")) name = line.slice(7);
+          if (line.startsWith("data: ")) data.push(line.slice(6));
+        }
+        if (!data.length) continue;
+        const text = data.join("\n");
+        if (text === "[DONE]") return;
+        yield [name, JSON.parse(text)];
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+export function toBase64(bytes) {
+  let text = "";
+  for (let at = 0; at < bytes.length; at += 0x8000) {
+    text += String.fromCharCode(...bytes.subarray(at, at + 0x8000));
+  }
+  return btoa(text);
+}
+
+export function fromBase64(text) {
+  return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+}

@@ -1,0 +1,121 @@
+// The page: its header, its panels, and its keys.
+
+import { Chat } from "./chat.js";
+import { stopAnswer } from "./conversation.js";
+import { Deaths } from "./deaths.js";
+import { Diagram } from "./diagram.js";
+import { KeyPrompt, SameCall, Shortcuts } from "./dialogs.js";
+import { abilities, follow, live } from "./live.js";
+import { RequestList } from "./requests.js";
+import { Sparks } from "./sparks.js";
+import { useStore } from "./store.js";
+import { html, render, useEffect, useState } from "./view.js";
+import { hold, interrupt, release, start, stop, voice } from "./voice.js";
+
+function currentTheme() {
+  const { theme } = document.documentElement.dataset;
+  return theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+}
+
+function isTyping(event) {
+  return event.target.closest?.("input, textarea, select, dialog");
+}
+
+function useKeys({ model, can, hasRealtime, setDialog, toggleTheme }) {
+  useEffect(() => {
+    const talks = hasRealtime && can.hears;
+    const actions = {
+      "?": () => setDialog("keys"),
+      "/": () => document.querySelector("#question")?.focus(),
+      c: () => setDialog("call"),
+      t: toggleTheme,
+      h: () => talks && (voice.value.mode === "off" ? start(model, "hands-free") : stop()),
+    };
+    const down = (event) => {
+      if (event.key === "Escape" && !document.querySelector("dialog")) {
+        interrupt();
+        stopAnswer();
+        event.target.blur?.();
+      }
+      if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event)) return;
+      if (event.code === "Space" && talks && !event.target.closest?.("button, summary, a")) {
+        event.preventDefault();
+        if (!event.repeat) hold(model);
+      } else if (actions[event.key]) {
+        event.preventDefault();
+        actions[event.key]();
+      }
+    };
+    const up = (event) => event.code === "Space" && release();
+    addEventListener("keydown", down);
+    addEventListener("keyup", up);
+    return () => {
+      removeEventListener("keydown", down);
+      removeEventListener("keyup", up);
+    };
+  });
+}
+
+function choose(event) {
+  location.search = new URLSearchParams({ pipeline: event.target.value });
+}
+
+function Header({ state, isConnected, theme, toggleTheme, setDialog, pipelines }) {
+  const status = !isConnected ? "no connection" : state.ready ? "ready" : state.errored ? "failed" : "loading";
+  return html`<header class="bar">
+    <span class="brand"><span class="mark" aria-hidden="true"></span>omni_actors</span>
+    ${pipelines.length > 1 ? html`<select aria-label="pipeline" value=${state.pipeline} onChange=${choose}>
+      ${pipelines.map((name) => html`<option>${name}</option>`)}</select>`
+      : html`<span class="model">${state.pipeline}</span>`}
+    <span class="status" data-state=${status} role="status"><i class="dot" aria-hidden="true"></i>${status}</span>
+    <span class="space"></span>
+    <button type="button" class="quiet" onClick=${() => setDialog("call")}>The same call</button>
+    <button type="button" class="quiet" onClick=${toggleTheme} aria-label="dark or light">
+      ${theme === "dark" ? "Light" : "Dark"}</button>
+    <button type="button" class="quiet" onClick=${() => setDialog("keys")} aria-label="keys">?</button>
+  </header>`;
+}
+
+function App({ facts }) {
+  const { state, isConnected, needsKey } = useStore(live);
+  const [dialog, setDialog] = useState(null);
+  const [theme, setTheme] = useState(currentTheme());
+  const toggleTheme = () => {
+    const next = currentTheme() === "dark" ? "light" : "dark";
+    document.documentElement.dataset.theme = next;
+    localStorage.setItem("omni_actors.theme", next);
+    setTheme(next);
+  };
+  useEffect(() => {
+    const preference = matchMedia("(prefers-color-scheme: dark)");
+    const follows = () => setTheme(currentTheme());
+    preference.addEventListener("change", follows);
+    return () => preference.removeEventListener("change", follows);
+  }, []);
+  const can = abilities(state);
+  const shared = { model: state?.pipeline, can, hasRealtime: facts.has_realtime, theme };
+  useKeys({ ...shared, setDialog, toggleTheme });
+  const close = () => setDialog(null);
+  if (needsKey) return html`<${KeyPrompt} onKey=${() => { live.update({ needsKey: false }); follow(); }} />`;
+  if (!state) return html`<p class="hint boot">Waiting for the server …</p>`;
+  return html`<${Header} ...${{ state, isConnected, theme, toggleTheme, setDialog, pipelines: facts.pipelines }} />
+    <div class="grid">
+      <${Diagram} hasChaos=${facts.has_chaos} />
+      ${can.chats || can.draws ? html`<${Chat} ...${shared} />` : null}
+      <div class="side"><${Sparks} ...${shared} /><${RequestList} /><${Deaths} /></div>
+    </div>
+    ${dialog === "keys" ? html`<${Shortcuts} onClose=${close} />` : null}
+    ${dialog === "call" ? html`<${SameCall} model=${state.pipeline} needsKey=${facts.needs_key} onClose=${close} />` : null}`;
+}
+
+async function main() {
+  const place = document.querySelector("#app");
+  const facts = await (await fetch("/page/facts")).json();
+  place.replaceChildren();
+  place.removeAttribute("aria-busy");
+  document.body.querySelector(":scope > header").remove();
+  render(html`<${App} facts=${facts} />`, place);
+  follow();
+}
+
+main();

@@ -1,0 +1,100 @@
+// The dialogs: the key, the shortcuts, and the same call as curl and as Python.
+
+import { key } from "./api.js";
+import { talk } from "./conversation.js";
+import { html, useEffect, useRef, useState } from "./view.js";
+
+export const SHORTCUTS = [
+  ["?", "this list"],
+  ["/", "write a question"],
+  ["Enter", "send it; Shift+Enter begins a new line"],
+  ["Space", "hold it to talk"],
+  ["h", "hands-free on and off"],
+  ["Esc", "stop the answer, or close a dialog"],
+  ["c", "the same call as curl and Python"],
+  ["t", "dark or light"],
+  ["Tab", "go through stages, requests and buttons"],
+];
+
+export function Dialog({ title, onClose, children }) {
+  const dialog = useRef();
+  useEffect(() => dialog.current.showModal(), []);
+  return html`<dialog ref=${dialog} onClose=${onClose} aria-label=${title}>
+    <header><h2>${title}</h2>${onClose ? html`<button type="button" class="quiet" onClick=${onClose}>Close</button>` : null}
+    </header>${children}</dialog>`;
+}
+
+export function Shortcuts({ onClose }) {
+  return html`<${Dialog} title="Keys" onClose=${onClose}><dl class="keys">${SHORTCUTS.map(([name, what]) => html`<div>
+    <dt><kbd>${name}</kbd></dt><dd>${what}</dd></div>`)}</dl><//>`;
+}
+
+export function KeyPrompt({ onKey }) {
+  const [value, setValue] = useState("");
+  const isWrong = Boolean(key.get());
+  const submit = (event) => {
+    event.preventDefault();
+    key.set(value);
+    onKey();
+  };
+  return html`<section class="panel key"><form onSubmit=${submit}>
+    <h2>This server needs an API key</h2>
+    <p>${isWrong ? "The server does not accept this key." : "It stays in this tab, and is gone when you close it."}</p>
+    <input type="password" autocomplete="off" aria-label="API key" value=${value} autofocus
+      onInput=${(event) => setValue(event.target.value)} />
+    <button class="primary" disabled=${!value.trim()}>Continue</button></form></section>`;
+}
+
+function shell(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
+}
+
+function shortened(body) {
+  return JSON.parse(JSON.stringify(body, (_, value) =>
+    typeof value === "string" && value.startsWith("data:") ? `${value.slice(0, 32)}…` : value));
+}
+
+export function asCurl({ path, body }, needsKey) {
+  const header = needsKey ? ' \\\n  -H "Authorization: Bearer $OMNI_ACTORS_API_KEY"' : "";
+  const json = shell(JSON.stringify(shortened(body), null, 2));
+  return `curl -N ${location.origin}${path}${header} \\\n  -H 'Content-Type: application/json' \\\n  -d ${json}`;
+}
+
+function python(value, indent = "    ") {
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (value === null) return "None";
+  if (Array.isArray(value)) return `[${value.map((each) => python(each, indent)).join(", ")}]`;
+  if (typeof value === "object") {
+    return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${python(each, indent)}`).join(", ")}}`;
+  }
+  return JSON.stringify(value);
+}
+
+const METHODS = {
+  "/v1/chat/completions": "chat.completions.create",
+  "/v1/images/generations": "images.generate",
+};
+
+export function asPython({ path, body }, needsKey) {
+  const lines = Object.entries(shortened(body)).map(([name, value]) => `    ${name}=${python(value)},`);
+  const apiKey = needsKey ? 'os.environ["OMNI_ACTORS_API_KEY"]' : '"none"';
+  const client = `${needsKey ? "import os\n\n" : ""}from openai import OpenAI\n
+client = OpenAI(base_url="${location.origin}/v1", api_key=${apiKey})`;
+  const method = METHODS[path];
+  if (!method) {
+    return `${client}\nanswer = client.post("${path.replace("/v1", "")}", body=${python(shortened(body))}, cast_to=object)`;
+  }
+  return `${client}\nfor event in client.${method}(\n${lines.join("\n")}\n):\n    print(event)`;
+}
+
+export function SameCall({ model, needsKey, onClose }) {
+  const example = { model, messages: [{ role: "user", content: "What is the capital of France?" }], stream: true };
+  const made = talk.value.lastCall || { path: "/v1/chat/completions", body: example };
+  const [copied, setCopied] = useState("");
+  const copy = (name, text) => navigator.clipboard.writeText(text).then(() => setCopied(name), () => setCopied("failed"));
+  const found = [["curl", asCurl(made, needsKey)], ["Python", asPython(made, needsKey)]];
+  return html`<${Dialog} title="The same call" onClose=${onClose}>${found.map(([name, text]) => html`<div class="code">
+    <h3>${name}</h3><button type="button" class="quiet" onClick=${() => copy(name, text)}>
+      ${copied === name ? "Copied" : "Copy"}</button><pre tabindex="0">${text}</pre></div>`)}<//>`;
+}

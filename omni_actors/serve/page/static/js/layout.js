@@ -1,0 +1,132 @@
+// Where the diagram's boxes and lines are. Wide: from left to right. Narrow, as on a phone: from top to bottom.
+//
+// Stages stand in columns by their longest way from the input. A line to the next column goes straight. One that skips
+// columns takes a lane of its own beside the boxes: input from the client below them, everything else above.
+
+const CLIENT = "client";
+const WIDE = 760; // from this width on, the flow is horizontal
+const REPLICA = 40;
+const CHAOS = 30;
+const HEADER = 34;
+const LANE = 24;
+const GAP = 18;
+
+function columnsOf(stages) {
+  const depth = {};
+  const visit = (name) => {
+    depth[name] ??= 1 + Math.max(0, ...stages[name].inputs.map(visit));
+    return depth[name];
+  };
+  Object.keys(stages).forEach(visit);
+  const columns = [];
+  for (const name of Object.keys(stages)) (columns[depth[name] - 1] ||= []).push(name);
+  return { columns, depth };
+}
+
+function edgesOf(stages) {
+  const edges = [];
+  for (const [name, stage] of Object.entries(stages)) {
+    if (stage.accepts.length) edges.push({ from: CLIENT, to: name });
+    for (const source of stage.inputs) edges.push({ from: source, to: name });
+    if (stage.emits) edges.push({ from: name, to: CLIENT });
+  }
+  return edges.map((edge) => ({ ...edge, name: `${edge.from}>${edge.to}` }));
+}
+
+export function layout(stages, width, hasChaos) {
+  const { columns, depth } = columnsOf(stages);
+  const isWide = width >= WIDE;
+  const last = columns.length + 1;
+  const place = (name, isEnd) => (name === CLIENT ? (isEnd ? last : 0) : depth[name]);
+  const edges = edgesOf(stages).map((edge) => ({ ...edge, a: place(edge.from, false), b: place(edge.to, true) }));
+  const skips = edges.filter((edge) => edge.b - edge.a > 1);
+  const below = skips.filter((edge) => edge.from === CLIENT);
+  const above = skips.filter((edge) => edge.from !== CLIENT);
+  const height = (name) => HEADER + Math.max(1, Object.keys(stages[name].replicas).length) * (REPLICA + (hasChaos ? CHAOS : 0));
+  return (isWide ? horizontal : vertical)({ columns, edges, below, above, height, width, last });
+}
+
+function horizontal({ columns, edges, below, above, height, width, last }) {
+  const client = 54;
+  const gap = Math.max(62, Math.min(80, width / (columns.length * 3)));
+  const boxWidth = Math.min(230, (width - 2 * client - (columns.length + 1) * gap) / columns.length);
+  const used = 2 * client + columns.length * boxWidth + (columns.length + 1) * gap;
+  const left = (width - used) / 2;
+  const top = above.length * LANE + 10;
+  const rows = columns.map((names) => names.reduce((sum, name) => sum + height(name) + GAP, -GAP));
+  const tallest = Math.max(...rows);
+  const middle = top + tallest / 2;
+  const boxes = {};
+  columns.forEach((names, column) => {
+    let y = middle - rows[column] / 2;
+    for (const name of names) {
+      const x = left + client + gap + column * (boxWidth + gap);
+      boxes[name] = { x, y, w: boxWidth, h: height(name) };
+      y += height(name) + GAP;
+    }
+  });
+  const start = { x: left, y: middle - 17, w: client, h: 34 };
+  const end = { x: left + used - client, y: middle - 17, w: client, h: 34 };
+  const at = (name, isEnd) => (name === "client" ? (isEnd ? end : start) : boxes[name]);
+  const drawn = edges.map((edge) => {
+    const [a, b] = [at(edge.from, false), at(edge.to, true)];
+    const lane = below.indexOf(edge) >= 0 ? top + tallest + 14 + below.indexOf(edge) * LANE
+      : above.indexOf(edge) >= 0 ? top - 12 - above.indexOf(edge) * LANE : null;
+    if (lane === null) {
+      const [x1, y1, x2, y2] = [a.x + a.w, a.y + a.h / 2, b.x - 2, b.y + b.h / 2];
+      const half = (x2 - x1) / 2;
+      return { ...edge, path: `M${x1} ${y1}C${x1 + half} ${y1} ${x2 - half} ${y2} ${x2} ${y2}`,
+        label: { x: (x1 + x2) / 2, y: (y1 + y2) / 2 - 12 } };
+    }
+    const isBelow = lane > middle;
+    const x1 = a.x + a.w * (edge.from === "client" ? 0.5 : 0.62);
+    const x2 = b.x + b.w * (edge.to === "client" ? 0.5 : 0.38);
+    const y1 = isBelow ? a.y + a.h : a.y;
+    const y2 = isBelow ? b.y + b.h + 2 : b.y - 2;
+    const r = 10;
+    const turn = isBelow ? -r : r;
+    return { ...edge, path: `M${x1} ${y1}V${lane + turn}Q${x1} ${lane} ${x1 + r} ${lane}H${x2 - r}Q${x2} ${lane} ${x2} ${lane + turn}V${y2}`,
+      label: { x: x2 - Math.min(90, (x2 - x1) / 2), y: lane - 5 } };
+  });
+  return finish(boxes, drawn, [["in", start], ["out", end]], top + tallest + 14 + below.length * LANE);
+}
+
+function vertical({ columns, edges, below, above, height, width }) {
+  const margin = { left: 14 + below.length * LANE, right: 14 + above.length * LANE };
+  const client = 30;
+  const gap = 40;
+  const inner = width - margin.left - margin.right;
+  const boxes = {};
+  let y = client + gap;
+  for (const names of columns) {
+    for (const name of names) {
+      boxes[name] = { x: margin.left, y, w: inner, h: height(name) };
+      y += height(name) + gap;
+    }
+  }
+  const start = { x: margin.left, y: 0, w: inner, h: client };
+  const end = { x: margin.left, y, w: inner, h: client };
+  const at = (name, isEnd) => (name === "client" ? (isEnd ? end : start) : boxes[name]);
+  const drawn = edges.map((edge) => {
+    const [a, b] = [at(edge.from, false), at(edge.to, true)];
+    const isSkip = below.includes(edge) || above.includes(edge) || b.y - a.y - a.h > gap + 1;
+    if (!isSkip) {
+      const x = a.x + a.w / 2;
+      return { ...edge, path: `M${x} ${a.y + a.h}V${b.y - 2}`, label: { x: x + 46, y: (a.y + a.h + b.y) / 2 } };
+    }
+    const isLeft = edge.from === "client";
+    const lane = isLeft ? 10 + below.indexOf(edge) * LANE : width - 10 - Math.max(0, above.indexOf(edge)) * LANE;
+    const [x1, x2] = isLeft ? [a.x, b.x - 2] : [a.x + a.w, b.x + b.w + 2];
+    const [y1, y2] = [a.y + a.h * (isLeft ? 0.5 : 0.7), b.y + b.h * (isLeft ? 0.35 : 0.5)];
+    const r = isLeft ? 8 : -8;
+    return { ...edge, path: `M${x1} ${y1}H${lane + r}Q${lane} ${y1} ${lane} ${y1 + 8}V${y2 - 8}Q${lane} ${y2} ${lane + r} ${y2}H${x2}`,
+      label: { x: -100, y: -100 } };
+  });
+  return finish(boxes, drawn, [["in", start], ["out", end]], y + client + 4);
+}
+
+function finish(boxes, edges, clients, height) {
+  const style = ({ x, y, w, h }) => ({ left: `${x}px`, top: `${y}px`, width: `${w}px`, height: `${h}px` });
+  for (const box of Object.values(boxes)) box.style = style(box);
+  return { boxes, edges, height, clients: clients.map(([text, box]) => ({ text, style: style(box) })) };
+}

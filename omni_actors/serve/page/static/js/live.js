@@ -1,0 +1,92 @@
+// The live state: reads the stream of /v1/state, applies its changes, and derives rates and recoveries from it.
+
+import { call, events } from "./api.js";
+import { Store } from "./store.js";
+
+const WINDOW_MS = 1000; // rates are means over this time
+const RETRY_MS = 1000;
+
+// state: the document of /v1/state. isConnected: whether its stream is open. needsKey: whether the server wants a key.
+// recoveries: by "stage.replica", the seconds from the latest death until the replica was ready again.
+export const live = new Store({ state: null, isConnected: false, needsKey: false, recoveries: {} });
+const samples = []; // the rings' counters of the last seconds: [ms, {ring: [messages, bytes]}]
+
+function merge(document, patch) {
+  const merged = { ...document };
+  for (const [name, value] of Object.entries(patch)) {
+    if (value === null) delete merged[name];
+    else if (typeof value === "object" && !Array.isArray(value)) merged[name] = merge(merged[name] || {}, value);
+    else merged[name] = value;
+  }
+  return merged;
+}
+
+export function replicasOf(state) {
+  return Object.entries(state?.stages || {}).flatMap(([stage, each]) =>
+    Object.entries(each.replicas).map(([number, replica]) => ({ stage, number, name: `${stage}.${number}`, replica })));
+}
+
+function take(state) {
+  const { state: before, recoveries } = live.value;
+  const found = { ...recoveries };
+  const earlier = Object.fromEntries(replicasOf(before).map((each) => [each.name, each.replica]));
+  for (const { name, replica } of replicasOf(state)) {
+    const since = earlier[name]?.down_since;
+    if (since && !replica.down_since) found[name] = Math.max(0, state.at - since);
+  }
+  const counters = {};
+  for (const [name, ring] of Object.entries(state.rings)) counters[name] = [ring.messages, ring.payload_bytes];
+  samples.push([performance.now(), counters]);
+  while (samples.length > 2 && samples[1][0] < performance.now() - WINDOW_MS) samples.shift();
+  live.update({ state, recoveries: found, isConnected: true, needsKey: false });
+}
+
+// Returns the messages and the bytes per second of a ring now.
+export function rateOf(ring) {
+  const last = samples.at(-1)?.[1][ring];
+  const since = performance.now() - WINDOW_MS;
+  const first = (samples.findLast(([at]) => at <= since) || samples[0])?.[1][ring] || [0, 0];
+  if (!last || last[0] < first[0]) return { messages: 0, bytes: 0 };
+  const seconds = WINDOW_MS / 1000;
+  return { messages: (last[0] - first[0]) / seconds, bytes: (last[1] - first[1]) / seconds };
+}
+
+// The pipeline that the page's address names, of several; empty: the server's first.
+export const chosen = new URLSearchParams(location.search).get("pipeline") || "";
+
+// Follows the stream until the page is left. It connects again after a failure.
+export async function follow() {
+  for (;;) {
+    try {
+      let state = null;
+      const query = new URLSearchParams({ stream: "true", ...(chosen && { pipeline: chosen }) });
+      for await (const [name, data] of events(await call(`/v1/state?${query}`))) {
+        if (name === "state") state = data;
+        else if (name === "change") state = merge(state, data);
+        else continue;
+        take(state);
+      }
+    } catch (error) {
+      if (error.status === 401) {
+        live.update({ isConnected: false, needsKey: true });
+        return;
+      }
+    }
+    live.update({ isConnected: false });
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+// What the pipeline can do, from the kinds of input that its stages accept and the modalities that they emit.
+export function abilities(state) {
+  const stages = Object.values(state?.stages || {});
+  const accepts = new Set(stages.flatMap((stage) => stage.accepts));
+  const emits = new Set(stages.map((stage) => stage.emits));
+  return {
+    chats: accepts.has("messages") && emits.has("text"),
+    hears: accepts.has("audio"),
+    speaks: emits.has("audio"),
+    sees: accepts.has("image"),
+    draws: accepts.has("messages") && emits.has("image"),
+  };
+}

@@ -1,0 +1,117 @@
+// Sound in and out: a queue of PCM that knows what was played, and a microphone that yields PCM. 16 bit, 24 kHz, mono.
+
+export const RATE = 24000;
+const LEAD_S = 0.08; // between the arrival of the first sound and its start
+
+function toFloats(pcm) {
+  const view = new DataView(pcm.buffer, pcm.byteOffset, pcm.byteLength);
+  const floats = new Float32Array(pcm.byteLength >> 1);
+  for (let at = 0; at < floats.length; at += 1) floats[at] = view.getInt16(2 * at, true) / 32768;
+  return floats;
+}
+
+let shared = null;
+
+// Returns the page's only AudioContext. Browsers start it only after a click or a key.
+export function audioContext() {
+  shared ||= new AudioContext({ sampleRate: RATE, latencyHint: "interactive" });
+  if (shared.state === "suspended") shared.resume();
+  return shared;
+}
+
+// Plays one answer. `onPeak` receives the loudest sample of each piece, with the time at which it is heard.
+export class Player {
+  constructor() {
+    this.context = audioContext();
+    this.pieces = []; // {source, start, offset, seconds}, in the order of playing
+    this.received = 0; // seconds
+    this.next = 0;
+    this.carry = new Uint8Array(0);
+    this.peaks = []; // [time of the context, peak]
+    this.stoppedAt = null;
+  }
+
+  push(bytes) {
+    if (this.stoppedAt !== null || !bytes.length) return;
+    const pcm = new Uint8Array(this.carry.length + bytes.length);
+    pcm.set(this.carry);
+    pcm.set(bytes, this.carry.length);
+    const even = pcm.length & ~1;
+    this.carry = pcm.slice(even);
+    if (!even) return;
+    const floats = toFloats(pcm.subarray(0, even));
+    const buffer = this.context.createBuffer(1, floats.length, RATE);
+    buffer.copyToChannel(floats, 0);
+    const source = this.context.createBufferSource();
+    source.buffer = buffer;
+    source.connect(this.context.destination);
+    const start = Math.max(this.next, this.context.currentTime + (this.pieces.length ? 0.01 : LEAD_S));
+    source.start(start);
+    this.pieces.push({ source, start, offset: this.received, seconds: buffer.duration });
+    this.peaks.push(...peaksOf(floats, start));
+    this.next = start + buffer.duration;
+    this.received += buffer.duration;
+  }
+
+  // Seconds of the answer that have left the loudspeaker. Gaps between pieces do not count.
+  get played() {
+    if (this.stoppedAt !== null) return this.stoppedAt;
+    const now = this.context.currentTime - (this.context.outputLatency || 0);
+    const piece = this.pieces.findLast((each) => each.start <= now);
+    return piece ? piece.offset + Math.min(now - piece.start, piece.seconds) : 0;
+  }
+
+  get isPlaying() {
+    return this.stoppedAt === null && this.played < this.received - 0.001;
+  }
+
+  // Stops at once, and returns the milliseconds that were played.
+  stop() {
+    if (this.stoppedAt === null) {
+      this.stoppedAt = this.played;
+      for (const { source } of this.pieces) source.stop();
+      this.peaks = this.peaks.filter(([at]) => at <= this.context.currentTime);
+    }
+    return Math.floor(1000 * this.stoppedAt);
+  }
+}
+
+const PEAK_S = 0.03;
+
+export function peaksOf(floats, start) {
+  const width = Math.round(PEAK_S * RATE);
+  const found = [];
+  for (let at = 0; at < floats.length; at += width) {
+    let peak = 0;
+    for (let i = at; i < Math.min(at + width, floats.length); i += 1) peak = Math.max(peak, Math.abs(floats[i]));
+    found.push([start + at / RATE, peak]);
+  }
+  return found;
+}
+
+// The microphone. `onPiece` receives {pcm: Uint8Array, peaks}, each 40 ms.
+export class Microphone {
+  static async open(onPiece) {
+    const context = audioContext();
+    const stream = await navigator.mediaDevices.getUserMedia({
+      audio: { channelCount: 1, echoCancellation: true, noiseSuppression: true, autoGainControl: true },
+    });
+    await context.audioWorklet.addModule("/page/js/capture-worklet.js");
+    const found = new Microphone();
+    found.stream = stream;
+    found.source = context.createMediaStreamSource(stream);
+    found.node = new AudioWorkletNode(context, "capture", { numberOfOutputs: 0, channelCount: 1 });
+    found.node.port.onmessage = ({ data }) => {
+      const peaks = peaksOf(toFloats(new Uint8Array(data)), context.currentTime);
+      onPiece({ pcm: new Uint8Array(data), peaks });
+    };
+    found.source.connect(found.node);
+    return found;
+  }
+
+  close() {
+    this.source.disconnect();
+    this.node.port.onmessage = null;
+    for (const track of this.stream.getTracks()) track.stop();
+  }
+}

@@ -1,0 +1,199 @@
+// Talking over /v1/realtime, hands-free (the server finds the turns) or push-to-talk (the key or the button does).
+
+import { fromBase64, key, toBase64 } from "./api.js";
+import { addMessage, changed, stopAnswer } from "./conversation.js";
+import { Microphone, Player, audioContext } from "./sound.js";
+import { Store } from "./store.js";
+
+const KEPT_PEAKS = 1200; // of the microphone: more than the waveform shows
+
+// mode: "off", "connecting", "hands-free" or "push". isHeld: whether the push-to-talk key is down. isSpeaking: whether
+// the server hears speech. speech: [from, to] of each time in which it did, in seconds of the AudioContext.
+export const voice = new Store({ mode: "off", isHeld: false, isSpeaking: false, error: null });
+export const heard = { peaks: [], speech: [] };
+
+class Session {
+  constructor(model, isHandsFree) {
+    this.isHandsFree = isHandsFree;
+    this.items = new Map(); // by the protocol's item id: the message of the conversation
+    this.answer = null;
+    this.isResponding = false;
+    const url = new URL(`/v1/realtime?model=${encodeURIComponent(model)}`, location.href);
+    url.protocol = url.protocol.replace("http", "ws");
+    const subprotocols = ["realtime"];
+    if (key.get()) subprotocols.push(`openai-insecure-api-key.${key.get()}`);
+    this.socket = new WebSocket(url, subprotocols);
+    this.socket.onmessage = ({ data }) => this.receive(JSON.parse(data));
+    this.socket.onclose = ({ code, reason }) => close(code === 1000 ? null : reason || `the session ended (${code})`);
+  }
+
+  send(type, fields = {}) {
+    if (this.socket.readyState === WebSocket.OPEN) this.socket.send(JSON.stringify({ type, ...fields }));
+  }
+
+  configure() {
+    const format = { type: "audio/pcm", rate: 24000 };
+    const detection = this.isHandsFree ? { type: "server_vad", create_response: true, interrupt_response: true } : null;
+    this.send("session.update", {
+      session: {
+        type: "realtime",
+        output_modalities: ["audio"],
+        audio: { input: { format, turn_detection: detection }, output: { format } },
+      },
+    });
+  }
+
+  // Stops the sound, and tells the server how much of it was heard.
+  interrupt({ cancels }) {
+    const { answer } = this;
+    if (cancels && this.isResponding) this.send("response.cancel");
+    if (!answer?.player?.isPlaying) return;
+    const heardMs = answer.player.stop();
+    this.send("conversation.item.truncate", { item_id: answer.itemId, content_index: 0, audio_end_ms: heardMs });
+    changed(answer, { state: "stopped" });
+  }
+
+  // Returns the message of an item, which it adds if it is new.
+  message(id, role) {
+    if (!this.items.has(id)) this.items.set(id, addMessage({ role, itemId: id, isSpoken: true }));
+    return this.items.get(id);
+  }
+
+  receive(event) {
+    switch (event.type) {
+      case "session.created":
+        this.configure();
+        break;
+      case "session.updated":
+        voice.update({ mode: this.isHandsFree ? "hands-free" : "push", error: null });
+        break;
+      case "input_audio_buffer.speech_started":
+        heard.speech.push([audioContext().currentTime, null]);
+        voice.update({ isSpeaking: true });
+        this.interrupt({ cancels: false });
+        break;
+      case "input_audio_buffer.speech_stopped":
+        if (heard.speech.length) heard.speech.at(-1)[1] = audioContext().currentTime;
+        voice.update({ isSpeaking: false });
+        break;
+      case "conversation.item.added":
+        if (event.item.role === "user") this.message(event.item.id, "user");
+        break;
+      case "conversation.item.input_audio_transcription.delta":
+        this.append(this.message(event.item_id, "user"), event.delta);
+        break;
+      case "conversation.item.input_audio_transcription.completed":
+        changed(this.message(event.item_id, "user"), { text: event.transcript, state: "done" });
+        break;
+      case "conversation.item.input_audio_transcription.failed":
+        changed(this.message(event.item_id, "user"), { state: "failed", error: event.error?.message });
+        break;
+      case "response.created":
+        this.isResponding = true;
+        break;
+      case "response.output_audio.delta":
+        this.answering(event.item_id).player.push(fromBase64(event.delta));
+        changed(this.answer);
+        break;
+      case "response.output_audio_transcript.delta":
+      case "response.output_text.delta":
+        this.append(this.answering(event.item_id), event.delta);
+        break;
+      case "response.done":
+        this.done(event.response);
+        break;
+      case "error":
+        voice.update({ error: event.error.message });
+        break;
+      default:
+    }
+  }
+
+  append(message, text) {
+    changed(message, { text: message.text + text });
+  }
+
+  answering(id) {
+    this.answer = this.message(id, "assistant");
+    this.answer.player ||= new Player();
+    return this.answer;
+  }
+
+  done(response) {
+    this.isResponding = false;
+    if (response.status === "failed") voice.update({ error: response.status_details?.error?.message || "it failed" });
+    if (this.answer?.state === "open") {
+      const states = { cancelled: "stopped", completed: "done", failed: "failed", incomplete: "done" };
+      changed(this.answer, { state: states[response.status] || "done" });
+    }
+  }
+
+  close() {
+    this.socket.onclose = null;
+    this.socket.close(1000);
+  }
+}
+
+let session = null;
+let microphone = null;
+
+function piece({ pcm, peaks }) {
+  heard.peaks.push(...peaks);
+  heard.peaks.splice(0, heard.peaks.length - KEPT_PEAKS);
+  const { mode, isHeld } = voice.value;
+  if (mode === "hands-free" || (mode === "push" && isHeld)) {
+    session?.send("input_audio_buffer.append", { audio: toBase64(pcm) });
+  }
+}
+
+function close(error) {
+  session = null;
+  microphone?.close();
+  microphone = null;
+  if (heard.speech.length && heard.speech.at(-1)[1] === null) heard.speech.at(-1)[1] = audioContext().currentTime;
+  voice.update({ mode: "off", isHeld: false, isSpeaking: false, error });
+}
+
+// Opens a session and the microphone. mode: "hands-free" or "push".
+export async function start(model, mode) {
+  stop();
+  stopAnswer();
+  voice.update({ mode: "connecting", error: null });
+  try {
+    microphone = await Microphone.open(piece);
+  } catch (error) {
+    close(`the microphone cannot be used: ${error.message}`);
+    return;
+  }
+  session = new Session(model, mode === "hands-free");
+}
+
+export function stop() {
+  session?.close();
+  if (voice.value.mode !== "off") close(null);
+}
+
+// Push-to-talk: the key goes down, and up again.
+export async function hold(model) {
+  if (voice.value.isHeld) return;
+  if (voice.value.mode !== "push") await start(model, "push");
+  voice.update({ isHeld: true });
+  session?.interrupt({ cancels: true });
+  session?.send("input_audio_buffer.clear");
+  heard.speech.push([audioContext().currentTime, null]);
+}
+
+export function release() {
+  if (!voice.value.isHeld) return;
+  voice.update({ isHeld: false });
+  if (heard.speech.length) heard.speech.at(-1)[1] = audioContext().currentTime;
+  session?.send("input_audio_buffer.commit");
+  session?.send("response.create");
+}
+
+// Stops the answer that is being spoken. Returns whether there was one.
+export function interrupt() {
+  const answers = Boolean(session?.answer?.player?.isPlaying || session?.isResponding);
+  session?.interrupt({ cancels: true });
+  return answers;
+}

@@ -1,0 +1,123 @@
+"""The page in a headless Chromium: what a viewer does, sees and hears."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.chromium import EXECUTABLE, Page, open_page
+from tests.support.http_server import Server, Start
+
+pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
+
+FIRST_PAINT_MS = 300
+PAINT_WATCHDOG_MS = 10_000
+"""A generous bound, because other tests run at the same time."""
+SLOW = ("-s", "stages.mind.options.fan_out=100", "-s", "stages.mind.options.step_s=0.08")
+"""Answers that last for seconds."""
+
+
+@pytest.fixture(scope="module")
+def lively(start: Start) -> Iterator[Server]:
+    with start("--chaos", *SLOW) as server:
+        yield server
+
+
+def enter(page: Page, text: str) -> None:
+    page.wait("document.querySelector('#question')")
+    page.evaluate("document.querySelector('#question').focus()")
+    page.type(text)
+    page.wait(f"document.querySelector('#question').value === {json.dumps(text)}")
+    page.key("Enter", "Enter", "\r")
+
+
+def said(page: Page, role: str = "assistant") -> str:
+    """Return the text of the latest message of a role."""
+    text: str = page.evaluate(f"[...document.querySelectorAll('.message.{role} .said')].at(-1)?.innerText || ''")
+    return text
+
+
+def wait_done(page: Page) -> None:
+    page.wait("[...document.querySelectorAll('.message.assistant')].at(-1)?.dataset.state === 'done'")
+
+
+def in_stage(stage: str, selector: str) -> str:
+    return f'article[aria-label="stage {stage}"] {selector}'
+
+
+def test_a_typed_question_is_answered_while_a_stage_is_killed(lively: Server, fixture_processes: set[int]) -> None:
+    with open_page() as page:
+        page.resize(1280, 900)
+        page.open(lively.url)
+        enter(page, "hello")
+        page.wait("document.querySelectorAll('.message.assistant .w').length > 0")
+        page.click(in_stage("mind", "[data-fault=kill]"))
+        page.wait(f"document.querySelector({json.dumps(in_stage('mind', '.recovered'))})")
+        fixture_processes.add(lively.pid_of("mind"))
+        wait_done(page)
+        assert said(page) == "hello" * 100
+        page.wait("document.querySelector('.deaths').innerText.includes('SIGKILL')")
+        page.wait("document.querySelector('.requests [data-kind=resume]')")
+        paint_ms = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        print(f"first contentful paint: {paint_ms:.0f} ms (aim: {FIRST_PAINT_MS} ms)")
+        assert paint_ms < PAINT_WATCHDOG_MS
+        assert page.errors == []
+
+
+def test_the_page_asks_for_the_key_and_keeps_it_for_the_tab(slow: Server) -> None:
+    with open_page() as page:
+        page.open(slow.url)
+        for key, accepted in (("wrong", False), ("sesame", True)):
+            page.wait("document.querySelector('input[type=password]')")
+            page.click("input[type=password]")
+            page.evaluate("document.activeElement.select()")
+            page.type(key)
+            page.key("Enter", "Enter", "\r")
+            if not accepted:
+                page.wait("document.querySelector('.key')?.innerText.includes('does not accept')")
+        page.wait("document.querySelector('.stages')")
+        assert page.evaluate("sessionStorage['omni_actors.key']") == "sesame"
+        assert page.evaluate("Object.keys(localStorage)") == []
+        page.open(f"{slow.url}/?again")
+        page.wait("document.querySelector('.stages')")
+        assert [error for error in page.errors if "401" not in error] == []
+
+
+def test_the_keys_work_and_what_the_pipeline_cannot_do_is_not_shown(lively: Server) -> None:
+    with open_page() as page:
+        page.resize(390, 844, phone=True)
+        page.open(lively.url)
+        page.wait("document.querySelector('#question')")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page fits a phone"
+        page.key("?", "Slash", "?")
+        page.wait("document.querySelector('dialog[open] .keys')")
+        page.key("Escape", "Escape")
+        page.wait("!document.querySelector('dialog')")
+        page.key("c", "KeyC", "c")
+        page.wait("document.querySelector('dialog[open]')?.innerText.includes('from openai import OpenAI')")
+        page.key("Escape", "Escape")
+        page.wait("!document.querySelector('dialog')")
+        before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.key("t", "KeyT", "t")
+        page.wait(f"getComputedStyle(document.body).backgroundColor !== {json.dumps(before)}")
+        page.key("/", "Slash", "/")
+        page.wait("document.activeElement.id === 'question'")
+        assert page.evaluate("document.querySelectorAll('.file').length") == 0, "the pipeline takes no pictures"
+        page.key("Escape", "Escape")
+        page.wait("document.activeElement.id !== 'question'")
+        assert page.errors == []
+
+
+def test_a_stopped_answer_is_aborted_in_the_server(lively: Server) -> None:
+    before = lively.aborted()
+    with open_page() as page:
+        page.open(lively.url)
+        enter(page, "hello")
+        page.wait("document.querySelectorAll('.message.assistant .w').length > 0")
+        page.evaluate("document.activeElement.blur()")
+        page.key("Escape", "Escape")
+        page.wait("[...document.querySelectorAll('.message.assistant')].at(-1).dataset.state === 'stopped'")
+        lively.wait(lambda: lively.aborted() > before, "the request to be aborted")
+        assert page.errors == []

@@ -1,0 +1,127 @@
+"""The page's files, its facts, and the faults that it injects, as HTTP clients see them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from omni_actors.serve.page.files import read_files
+from omni_actors.serve.settings import ServerSettings
+from tests.support.http_server import Server, Start
+
+MAX_BYTES = 300_000
+STATIC = Path(__file__).parents[3] / "omni_actors" / "serve" / "page" / "static"
+
+
+def test_the_page_is_small_and_every_vendored_file_has_its_version_and_licence() -> None:
+    assert sum(len(content) for content, _ in read_files().values()) <= MAX_BYTES
+    vendored = {path.name for path in (STATIC / "vendor").iterdir()}
+    assert vendored == {
+        *("htm-preact-3.1.1.js", "uplot-1.6.32.js", "uplot-1.6.32.css"),
+        *("htm.LICENSE", "preact.LICENSE", "uplot.LICENSE"),
+    }
+
+
+def test_every_file_is_served_without_a_key_and_its_references_exist(slow: Server) -> None:
+    files = read_files()
+    with httpx.Client(base_url=slow.url) as stranger:
+        for path, (content, media_type) in files.items():
+            found = stranger.get(path)
+            assert (found.status_code, found.content) == (200, content)
+            assert found.headers["content-type"] == media_type
+            assert "default-src 'none'" in found.headers["content-security-policy"]
+            assert "unsafe" not in found.headers["content-security-policy"]
+            assert found.headers["x-content-type-options"] == "nosniff"
+        again = stranger.get("/", headers={"if-none-match": stranger.get("/").headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        facts = stranger.get("/page/facts").json()
+        assert facts == {"needs_key": True, "has_realtime": True, "has_chaos": False, "pipelines": ["studio"]}
+        assert stranger.get("/page/../settings.py").status_code == 401
+    index = files["/"][0].decode()
+    assert set(re.findall(r'(?:src|href)="([^"]+)"', index)) <= files.keys()
+    assert "<style" not in index
+    for path in (path for path in files if path.startswith("/page/js/")):
+        for name in re.findall(r'from "\./([^"]+)"', files[path][0].decode()):
+            assert f"/page/js/{name}" in files, (path, name)
+
+
+@pytest.mark.parametrize(
+    ("host", "page", "expected"),
+    [
+        ("127.0.0.1", None, True),
+        ("localhost", None, True),
+        ("::1", None, True),
+        ("0.0.0.0", None, False),
+        ("example.org", None, False),
+        ("0.0.0.0", True, True),
+        ("127.0.0.1", False, False),
+    ],
+)
+def test_the_page_is_on_by_default_on_loopback_only(host: str, page: bool | None, expected: bool) -> None:
+    assert ServerSettings(host=host, page=page).has_page is expected
+
+
+@pytest.mark.parametrize("settings", [{"host": "0.0.0.0"}, {"host": "0.0.0.0", "page": True}, {"page": False}])
+def test_chaos_needs_the_page_and_a_loopback_address(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="--chaos"):
+        ServerSettings(chaos=True, **settings)  # type: ignore[arg-type]
+
+
+def test_a_server_without_the_page_has_none_of_its_routes(start: Start) -> None:
+    with start("--no-page") as server:
+        for path in ("/", "/page/page.css", "/page/facts"):
+            assert server.http.get(path).status_code == 404
+        assert server.http.post("/v1/chaos").status_code == 404
+
+
+def test_a_server_without_chaos_refuses_faults(studio: Server) -> None:
+    pid = studio.pid_of("mind")
+    assert studio.http.post("/v1/chaos", params={"stage": "mind", "fault": "kill"}).status_code == 404
+    assert studio.pid_of("mind") == pid
+
+
+def test_faults_reach_the_worker_and_only_through_a_loopback_host(start: Start) -> None:
+    with start("--chaos", api_key="sesame") as server:
+
+        def inject(headers: dict[str, str] | None = None, **query: str) -> httpx.Response:
+            return server.http.post("/v1/chaos", params=query, headers=headers)
+
+        kill = {"stage": "mind", "fault": "kill"}
+        pid = server.pid_of("mind")
+        assert httpx.post(f"{server.url}/v1/chaos", params=kill).status_code == 401
+        assert inject({"host": "evil.example.org"}, **kill).status_code == 421
+        for wrong in (
+            {"stage": "mind"},
+            {"fault": "kill", "stage": "x"},
+            {**kill, "replica": "7"},
+            {**kill, "fault": "x"},
+        ):
+            assert inject(**wrong).status_code == 400
+        assert server.pid_of("mind") == pid
+
+        assert inject(stage="mind", fault="freeze").json() == {"fault": "freeze", "pid": pid}
+        server.wait(lambda: _status(pid) == "T", "the worker to stand still")
+        assert inject(stage="mind", fault="thaw").status_code == 200
+        server.wait(lambda: _status(pid) != "T", "the worker to run again")
+
+        assert inject(**kill).json() == {"fault": "kill", "pid": pid}
+        server.wait(lambda: server.replica("mind")["generation"] == 2 and server.status() == "ready", "a new worker")
+        assert server.replica("mind")["history"][0]["signal"] == "SIGKILL"
+
+
+def _status(pid: int) -> str:
+    """Return the state letter of a process: "T" while it is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_starved_worker_runs_again_when_the_client_has_gone(start: Start) -> None:
+    with start("--chaos") as server:
+        pid = server.pid_of("mind")
+        with httpx.Client(base_url=server.url, timeout=0.5) as client, pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/chaos", params={"stage": "mind", "fault": "starve"})
+        question = {"model": "studio", "messages": [{"role": "user", "content": "hello"}]}
+        assert server.http.post("/v1/chat/completions", json=question).status_code == 200
+        assert server.pid_of("mind") == pid
