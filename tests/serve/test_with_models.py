@@ -84,6 +84,37 @@ def test_its_own_speech_is_transcribed_and_answered(client: openai.OpenAI) -> No
     assert "Paris" in chat(client, [{"role": "user", "content": parts}]).choices[0].message.content
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the client deprecates translations
+def test_times_of_words_lie_in_the_recording_and_subtitles_have_its_text(client: openai.OpenAI) -> None:
+    text = FRANCE[0]["content"]
+    wav = client.audio.speech.create(model="voice", voice="any", input=text, response_format="wav").content
+    file = ("question.wav", wav)
+    timed = client.audio.transcriptions.create(
+        model="voice", file=file, response_format="verbose_json", timestamp_granularities=["word", "segment"]
+    )
+    assert timed.words is not None
+    assert timed.segments is not None
+    assert [words(each.word) for each in timed.words] == [[word] for word in words(text)]
+    assert timed.duration == pytest.approx(seconds(wav), abs=0.01)
+    assert 0 <= timed.words[0].start < timed.words[-1].end <= timed.duration
+    assert (timed.language, len(timed.segments)) == ("en", 1)
+    assert text in client.audio.transcriptions.create(model="voice", file=file, response_format="srt")
+    with pytest.raises(openai.BadRequestError, match="knows English only") as caught:
+        client.audio.translations.create(model="voice", file=file)
+    assert caught.value.param == "model"
+
+
+def test_a_response_is_streamed_and_continued(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="voice", input=FRANCE[0]["content"]) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "Paris" in "".join(deltas) == final.output_text
+    again = client.responses.create(model="voice", input="Say it again.", previous_response_id=final.id)
+    assert again.usage is not None
+    assert final.usage is not None
+    assert again.usage.input_tokens > final.usage.total_tokens
+
+
 DICTATION = (
     """The capital of France is Paris. Please close the window before you leave the house.
     My brother bought three red apples at the market this morning.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -196,6 +197,7 @@ def test_times_of_segments_and_words_lie_in_the_recording_and_do_not_change_the_
         driver.feed(number, at(24000), {"audio": audio}, last=True)
         outputs = driver.run()[number]
         texts.append(transcript(outputs))
+        assert msgspec.msgpack.encode([output.data for output in outputs]), "all values are Python's own"
         assert ("language" in outputs[-1].data) == (timestamps is not None)
         segments = [output.data["segment"] for output in outputs[:-1] if timestamps]
         assert all("words" in segment for segment in segments) == (timestamps != "segment")

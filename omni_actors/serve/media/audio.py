@@ -35,7 +35,7 @@ MAX_SAMPLES = MAX_AUDIO_S * 48000
 _BLOCK = 1 << 18
 _DECODERS = trio.CapacityLimiter(2)
 """A decoder may keep a request's whole audio, even after its client has left. Trio's default of 40 is too many."""
-_ENCODED_SAMPLES = 12000
+_ENCODED_SAMPLES = 6000
 """Samples between two checkpoints of an encoder. They take a few milliseconds."""
 
 
@@ -70,8 +70,7 @@ async def decode(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
     for data, param in files:
         found = await trio.to_thread.run_sync(_decode, data, param, left, abandon_on_cancel=True, limiter=_DECODERS)
         if isinstance(found, str):
-            async with _DECODERS:
-                found = await decode_container(data, param, max_s=MAX_AUDIO_S, max_samples=left, reason=found)
+            found = await decode_container(data, param, max_s=MAX_AUDIO_S, max_samples=left, reason=found)
         left -= len(found.samples)
         clips.append(found)
     return clips

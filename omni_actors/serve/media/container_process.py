@@ -21,7 +21,7 @@ CONTAINERS = (
 )
 """FFmpeg's names of the containers that are opened. None of them refers to other files, as playlists do."""
 MEMORY_BYTES = 1 << 30
-CPU_S = 20
+CPU_S = 10
 _RATES = range(1000, 768_001)
 """Plausible sample rates."""
 

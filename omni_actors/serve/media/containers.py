@@ -3,7 +3,9 @@
 Rules
 1. A file of a few bytes can claim millions of packets, and a parser in C can fail. So FFmpeg reads clients' files in a
    process of its own (``container_process.py``), which has limits of memory and time. Its end concerns one request.
-2. The process gets the file at its standard input and nothing else: no environment, no network, no other files.
+2. The process gets the file at its standard input and an empty environment. FFmpeg may open no other file and no
+   address in it.
+3. Few of these processes run at the same time. They do not delay what libsndfile decodes.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.media import container_process
 
-DECODING_S = 30.0
+DECODING_S = 20.0
 """The time limit of one file."""
+_PROCESSES = trio.CapacityLimiter(2)
 _PROGRAM = Path(container_process.__file__)
 
 
@@ -37,17 +40,19 @@ async def decode_container(data: bytes, param: str, *, max_s: int, max_samples: 
     Raises HTTPError 400 about the parameter. Cancellation ends the process.
     """
     command = [sys.executable, "-I", str(_PROGRAM), str(max_s), str(max_samples)]
-    with trio.move_on_after(DECODING_S):
-        done = await trio.run_process(
-            command, stdin=data, capture_stdout=True, stderr=subprocess.DEVNULL, check=False, env={}
-        )
-        if done.returncode == 0:
-            rate = int.from_bytes(done.stdout[: container_process.HEAD_BYTES], "little")
-            samples = np.frombuffer(done.stdout, np.float32, offset=container_process.HEAD_BYTES)
-            return AudioChunk(samples, rate)
+    done: subprocess.CompletedProcess[bytes] | None = None
+    async with _PROCESSES:
+        with trio.move_on_after(DECODING_S):
+            done = await trio.run_process(
+                command, stdin=data, capture_stdout=True, stderr=subprocess.DEVNULL, check=False, env={}
+            )
+    if done is None:
+        message = f"{param}: decoding takes longer than {DECODING_S:g} s"
+        raise bad_request(message, param, "invalid_audio")
+    if done.returncode != 0:
         raise _refusal(done.returncode, param, max_s, reason)
-    message = f"{param}: decoding takes longer than {DECODING_S:g} s"
-    raise bad_request(message, param, "invalid_audio")
+    rate = int.from_bytes(done.stdout[: container_process.HEAD_BYTES], "little")
+    return AudioChunk(np.frombuffer(done.stdout, np.float32, offset=container_process.HEAD_BYTES), rate)
 
 
 def _refusal(code: int, param: str, max_s: int, reason: str) -> HTTPError:

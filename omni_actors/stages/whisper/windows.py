@@ -173,7 +173,7 @@ class Transcription:
         They count from the beginning of the recording, and do not exceed its length.
         """
         end = self._end / SAMPLE_RATE
-        return {name: min(self._window_s + getattr(found, name), end) for name in ("start", "end")}
+        return {name: min(self._window_s + float(getattr(found, name)), end) for name in ("start", "end")}
 
     def _features(self, frames: int) -> _Features:
         """Return the features of the next window: ``frames`` frames, and the one behind them."""

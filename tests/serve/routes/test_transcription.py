@@ -57,7 +57,7 @@ def test_a_stream_has_openais_events(client: openai.OpenAI, file: Any) -> None:
     assert valid(TranscriptionTextDoneEvent, done).text == RESULT
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the client deprecates the formats of subtitles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the client deprecates translations
 def test_a_translation_in_every_format(client: openai.OpenAI, file: Any) -> None:
     def translate(**arguments: Any) -> Any:
         return client.audio.translations.create(model="studio", file=file, **arguments)
