@@ -32,6 +32,7 @@ _MODELS = {"whisper": "whisper-tiny.en", "hibari_acoustic": "hibari"}
 def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageEngine]:
     """(engine name, model=None, **options) -> a new engine, for the test to close: what a worker does with a stage.
 
+    The name may have an option: "llm@prefill" is ``llm`` with this role, and prompts in several steps.
     Without ``model``: the engine's built-in one, or a tiny one with random weights and options that cost little.
     """
 
@@ -73,6 +74,8 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
         return tiny.save(tmp_path_factory.mktemp("bagel"))
 
     def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
+        name, _, role = name.partition("@")
+        options = {"role": role, "prefill_chunk": 8, **options} if role else options
         if model is None and name in _MODELS:
             model = assets.prepare(_MODELS[name], print)
         elif model is None and name == "llm":
@@ -138,4 +141,4 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture
 def driver(case: Case, drive: Callable[..., Driver]) -> Driver:
     """Drives the shared engine of the case."""
-    return drive(case.name)
+    return drive(case.opened)

@@ -23,7 +23,7 @@ class TestConformance(EngineConformance):
 def test_close_ends_the_engines_threads(case: Case, driver: Any, open_stage: Callable[..., Any], drive: Any) -> None:
     case.alone(driver, 1, 0)  # threads that a library starts once, for good, are running now
     before = _tasks()
-    engine = open_stage(case.name)
+    engine = open_stage(case.opened)
     case.alone(drive(engine), 1, 0)
     engine.close()
     del engine

@@ -31,7 +31,7 @@ def beside_five(request: pytest.FixtureRequest, drive: Callable[..., Any]) -> Ca
 
     def run(make: Callable[..., Case], poison: Callable[[Any], None], engine: Any = None) -> list[Any]:
         case = make(request)
-        driver = drive(engine or case.name)
+        driver = drive(engine or case.opened)
         for number in NORMAL:
             case.start(driver, number)
             case.feed(driver, number, number % 2, slice(0, 1))

@@ -131,6 +131,8 @@ class ReceivedPrompt:
         self._take_layers(chunk)
         if chunk.last:
             self._take_end(chunk)
+        elif self._arrived == self.left + self._taken:
+            raise _mismatch("the logits of the last position are missing")
         return self._arrived - before
 
     def take(self, count: int) -> Block:

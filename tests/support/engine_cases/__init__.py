@@ -23,7 +23,15 @@ from tests.support.engine_cases.omni import (
     qwen3_talker,
     qwen3_thinker,
 )
-from tests.support.engine_cases.voice import echo, hibari_acoustic, hibari_vocoder, llm, whisper
+from tests.support.engine_cases.voice import (
+    echo,
+    hibari_acoustic,
+    hibari_vocoder,
+    llm,
+    llm_decode,
+    llm_prefill,
+    whisper,
+)
 
 __all__ = ["EVERY_ENGINE", "Case", "shown"]
 
@@ -34,6 +42,8 @@ EVERY_ENGINE = [
         for make in (
             whisper,
             llm,
+            llm_prefill,
+            llm_decode,
             hibari_acoustic,
             hibari_vocoder,
             qwen3_thinker,

@@ -18,6 +18,7 @@ class Case:
     """How to use one engine.
 
     inputs: two requests, of two chunks at least. refused: a chunk that no request may bring.
+    role: the option of an engine that may prefill and decode in two stages; "": the engine has its default options.
     normalise: checks outputs, and joins them into a value that does not depend on how they were cut into chunks.
     """
 
@@ -28,8 +29,11 @@ class Case:
         refused: FeedArgs,
         normalise: Callable[[list[Any]], Any],
         source: str = CLIENT,
+        role: str = "",
         **params: Any,
     ) -> None:
+        self.opened = f"{name}@{role}" if role else name
+        """What the fixtures ``shared_engines`` and ``open_stage`` open it by."""
         self.name, self.inputs, self.refused, self.normalise = name, inputs, refused, normalise
         self.source, self.params = source, params
         self._expected: dict[int, list[Any]] = {}

@@ -69,6 +69,40 @@ def llm(_: pytest.FixtureRequest) -> Case:
     return Case("llm", inputs, ({"messages": "none"}, {}), normalise, max_tokens=8)
 
 
+def llm_prefill(request: pytest.FixtureRequest) -> Case:
+    inputs = llm(request).inputs
+
+    def normalise(outputs: list[Any]) -> Any:
+        sent = [{name: tensor.numpy() for name, tensor in output.downstream.items()} for output in outputs]
+        keys, values = (np.concatenate([each[name] for each in sent], axis=2) for name in ("keys", "values"))
+        assert keys.shape[2] == outputs[0].data["prompt"]["positions"] == len(sent[0]["tokens"])
+        return keys, values, sent[-1]["logits"]
+
+    return Case("llm", inputs, ({"messages": "none"}, {}), normalise, role="prefill")
+
+
+def llm_decode(request: pytest.FixtureRequest) -> Case:
+    shape = request.getfixturevalue("shared_engines")("llm@decode")._shape
+
+    def chunks(seed: int) -> list[FeedArgs]:
+        rng, blocks, size = np.random.default_rng(seed), 3, 4
+
+        def states() -> dict[str, np.ndarray[Any, Any]]:
+            each = (shape.layers, shape.heads, size, shape.size)
+            return {name: rng.normal(0, 1, each).astype(np.float32) for name in ("keys", "values")}
+
+        made: list[FeedArgs] = [({}, states()) for _ in range(blocks)]
+        made[0] = ({"prompt": {"positions": blocks * size}}, {**states(), "tokens": np.arange(blocks * size)})
+        made[-1][1]["logits"] = rng.normal(0, 1, shape.vocabulary).astype(np.float32)
+        return made
+
+    def normalise(outputs: list[Any]) -> Any:
+        return "".join(output.data.get("text", "") for output in outputs), outputs[-1].data["completion_tokens"]
+
+    refused = ({"prompt": {"positions": 0}}, {})
+    return Case("llm", [chunks(1), chunks(2)], refused, normalise, source="prefill", role="decode", max_tokens=8)
+
+
 def hibari_acoustic(_: pytest.FixtureRequest) -> Case:
     def chunks(text: str) -> list[FeedArgs]:
         return [({"text": piece}, {}) for piece in (text[:9], text[9:])]
