@@ -8,7 +8,7 @@ Rules
 
 from __future__ import annotations
 
-from omni_actors.turns.barge_in import BargeIn, Decision, is_backchannel
+from omni_actors.turns.barge_in import BargeIn, Decision
 from omni_actors.turns.detector import Detector, open_detector
 from omni_actors.turns.events import Event, IdleTimeout, SpeechStarted, SpeechStopped
 from omni_actors.turns.heard import SpokenAnswer
@@ -26,6 +26,5 @@ __all__ = [
     "SpeechStopped",
     "SpokenAnswer",
     "TurnDetection",
-    "is_backchannel",
     "open_detector",
 ]

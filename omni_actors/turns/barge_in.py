@@ -10,30 +10,17 @@ Without ``ignore_backchannels``, the start of speech cuts the answer. With it, t
 | undecided| the speech stops before that           | BACKCHANNEL | quiet      |
 | turn     | the speech stops                       | TURN        | quiet      |
 
-After BACKCHANNEL, a caller with a transcriber may ask ``is_backchannel`` about the words: a short "stop" is a turn, and
-cuts the answer late. A caller without one discards the sound.
+The words are not looked at: a short "stop" is a backchannel too.
 """
 
 from __future__ import annotations
 
 import enum
-import re
 
 from omni_actors.turns.events import SpeechStarted, SpeechStopped
 
 LONGEST_MS = 700
 """Speech of this length is no backchannel, in milliseconds."""
-_BACKCHANNELS = frozenset(
-    {
-        *("ah", "aha", "all right", "alright", "cool", "exactly", "good", "got it", "great", "hm", "hmm", "huh"),
-        *("i see", "indeed", "interesting", "mhm", "mm", "mm hm", "mm hmm", "mmhm", "nice", "of course", "oh", "ok"),
-        *("okay", "really", "right", "sure", "true", "uh", "uh huh", "uhhuh", "um", "wow", "ya", "yeah", "yep", "yes"),
-        "yup",
-    }
-)
-"""What listeners say, in at most two words each. Transcribers spell some of them in several ways."""
-_LONGEST_TRANSCRIPT = 80
-_WORD = re.compile(r"[a-z]+")
 
 
 class Decision(enum.Enum):
@@ -42,7 +29,7 @@ class Decision(enum.Enum):
     CUT = "cut"
     """Cut the answer that is being played."""
     BACKCHANNEL = "backchannel"
-    """The speech was so short that the answer goes on: discard it, or judge its words with ``is_backchannel``."""
+    """The speech was so short that the answer goes on: discard it."""
     TURN = "turn"
     """The user's turn is complete: commit its sound."""
 
@@ -99,20 +86,3 @@ class BargeIn:
         if undecided:
             return [Decision.BACKCHANNEL]
         return [Decision.TURN] if cut is None else [cut, Decision.TURN]
-
-
-def is_backchannel(transcript: str) -> bool:
-    """Return whether a transcript only shows that its speaker listens. No words at all count as such.
-
-    >>> is_backchannel("Mm-hm. Yeah, okay!"), is_backchannel("Yes, but why?")
-    (True, False)
-    """
-    if len(transcript) > _LONGEST_TRANSCRIPT:
-        return False
-    words = _WORD.findall(transcript.lower())
-    while words:
-        longest = next((n for n in (2, 1) if " ".join(words[:n]) in _BACKCHANNELS), 0)
-        if not longest:
-            return False
-        del words[:longest]
-    return not any(character.isalnum() for character in _WORD.sub("", transcript.lower()))

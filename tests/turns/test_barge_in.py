@@ -7,7 +7,7 @@ import pytest
 
 from bench.turns import RATE, say
 from omni_actors import turns
-from omni_actors.turns import BargeIn, Decision, SpeechStarted, SpeechStopped, is_backchannel
+from omni_actors.turns import BargeIn, Decision, SpeechStarted, SpeechStopped
 from omni_actors.turns.barge_in import LONGEST_MS
 
 
@@ -54,18 +54,6 @@ def test_long_speech_in_one_chunk_cuts_and_is_a_turn() -> None:
     barge_in = BargeIn(ignores_backchannels=True)
     assert barge_in.started(SpeechStarted(700, 1000), playing=True) is None
     assert barge_in.stopped(SpeechStopped(4000, 3500)) == [Decision.CUT, Decision.TURN]
-
-
-@pytest.mark.parametrize(
-    "text", ["Yeah.", "Mm-hm!", "Uh-huh, okay.", "I see. Right, right.", "MHM", "Oh, wow!", "", "..."]
-)
-def test_what_only_shows_that_one_listens_is_a_backchannel(text: str) -> None:
-    assert is_backchannel(text)
-
-
-@pytest.mark.parametrize("text", ["Stop.", "Yes, but why?", "I", "see", "No.", "2", "не", "okay " * 40])
-def test_other_words_are_no_backchannel(text: str) -> None:
-    assert not is_backchannel(text)
 
 
 @pytest.mark.voice
