@@ -37,6 +37,14 @@ def test_one_screen_has_stages_rings_and_requests(studio: Server) -> None:
     assert re.search(rf"{answer['id']} +done +0\.\d\d s +0\.\d\d s +– .*█", result.stdout)
 
 
+def test_a_pipeline_is_chosen_by_its_name(studio: Server) -> None:
+    chosen = invoke("--url", studio.url, "--once", "--interval", "0.1", "--pipeline", "studio")
+    assert (chosen.exit_code, chosen.stdout[:7]) == (0, "studio ")
+    other = invoke("--url", studio.url, "--once", "--pipeline", "other")
+    assert other.exit_code == 1
+    assert "other" in other.stderr
+
+
 def test_a_key_is_needed_where_the_server_has_one(slow: Server) -> None:
     refused = invoke("--url", slow.url, "--once")
     assert refused.exit_code == 1

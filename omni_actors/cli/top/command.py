@@ -32,9 +32,10 @@ QUIT = b"q\x03\x04"
 @click.command()
 @URL_OPTION
 @KEY_OPTION
+@click.option("--pipeline", help="One of several that the server has. By default its first one.")
 @click.option("--interval", type=click.FloatRange(min=0.1), default=0.5, show_default=True, help="Seconds a screen.")
 @click.option("--once", is_flag=True, help="Print one screen after an interval, and end.")
-def top(url: str | None, api_key: str | None, interval: float, once: bool) -> None:
+def top(url: str | None, api_key: str | None, pipeline: str | None, interval: float, once: bool) -> None:
     """Show the live state of a server: stages, rings and requests. The key q ends.
 
     The server must be one of omni_actors. Without a terminal, use --once.
@@ -42,7 +43,7 @@ def top(url: str | None, api_key: str | None, interval: float, once: bool) -> No
     console = Console()
     if not once and not (console.is_terminal and sys.stdin.isatty()):
         raise click.UsageError("standard input and output must be a terminal; --once prints one screen")
-    run(partial(_Top(console, url or URL, interval).run, api_key, once=once))
+    run(partial(_Top(console, url or URL, interval).run, api_key, pipeline, once=once))
 
 
 class _Top:
@@ -50,11 +51,11 @@ class _Top:
         self._console, self._url, self._interval = console, url, interval
         self._rates = Rates()
 
-    async def run(self, api_key: str | None, *, once: bool) -> None:
+    async def run(self, api_key: str | None, pipeline: str | None, *, once: bool) -> None:
         """Show the state until a key ends it. Raises ServerError: the first connection failed."""
         failure: ServerError | None = None
         async with open_server(self._url, api_key, read_timeout_s=SILENCE_S) as server:
-            source = StateSource(server)
+            source = StateSource(server, pipeline)
             async with trio.open_nursery() as nursery:
                 show = self._once if once else self._live
                 nursery.start_soon(show, source, nursery.cancel_scope)

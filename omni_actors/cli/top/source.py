@@ -16,10 +16,14 @@ RECONNECT_S = 1.0
 
 
 class StateSource:
-    """Follows the live state of a server. ``state`` has the latest, and ``lost`` why there is no newer one."""
+    """Follows the live state of a server. ``state`` has the latest, and ``lost`` why there is no newer one.
 
-    def __init__(self, server: Server) -> None:
+    pipeline: one of several that the server has; None: its first one.
+    """
+
+    def __init__(self, server: Server, pipeline: str | None = None) -> None:
         self._server = server
+        self._params = {"stream": "true"} | ({} if pipeline is None else {"pipeline": pipeline})
         self._document: dict[str, Any] = {}
         self.state: LiveState | None = None
         self.lost: str | None = None
@@ -42,7 +46,7 @@ class StateSource:
             await trio.sleep(RECONNECT_S)
 
     async def _read(self) -> None:
-        async with self._server.stream("GET", "state", params={"stream": "true"}) as response:
+        async with self._server.stream("GET", "state", params=self._params) as response:
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 raise ServerError("invalid answer", f"{self._server.url} has no live state: it is another server")
             async for document in events(response, self._document_after):
