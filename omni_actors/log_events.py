@@ -149,6 +149,38 @@ class ReplicaGivenUp(WorkerEnd, frozen=True, kw_only=True):
         return f"{self.worker} was given up: {self.reason}; it is {retry}"
 
 
+class Autoscaled(LogEvent, frozen=True, kw_only=True):
+    """``autoscale`` changes the number of a stage's replicas, from ``before`` to ``after``."""
+
+    stage: str
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage!r} is scaled by its load from {self.before} to {self.after} replicas"
+
+
+class AutoscaleFailed(LogEvent, frozen=True, kw_only=True):
+    """``autoscale`` could not add replicas.
+
+    Attributes:
+        replicas: how many it wanted.
+        error: why it cannot have them.
+        retry_in_s: when the next change of the stage may follow.
+    """
+
+    level: ClassVar[int] = logging.ERROR
+
+    stage: str
+    replicas: int
+    error: str
+    retry_in_s: float
+
+    def __str__(self) -> str:
+        failure = f"stage {self.stage!r} cannot be scaled to {self.replicas} replicas: {self.error}"
+        return f"{failure}; the next change may follow in {self.retry_in_s:g} s"
+
+
 class ServerListening(LogEvent, frozen=True, kw_only=True):
     """The server accepts connections, and its stages load."""
 

@@ -17,11 +17,12 @@ import yaml
 
 from omni_actors.config.checks import pipeline_from
 from omni_actors.config.document import DEFAULT, Assignments, Document, leaves, problem_of
-from omni_actors.config.schema import Limits, Pipeline, Restart, RoutingPolicy, Stage
+from omni_actors.config.schema import Autoscale, Limits, Pipeline, Restart, RoutingPolicy, Stage
 from omni_actors.config.sources import config_names, read
 from omni_actors.errors import ConfigError
 
 __all__ = [
+    "Autoscale",
     "Explained",
     "Limits",
     "Pipeline",

@@ -41,6 +41,7 @@ def pipeline_from(document: Document) -> Pipeline:
     _check_outputs(pipeline, document)
     for stage in pipeline.stages:
         _check_engine(pipeline, stage, document)
+        _check_autoscale(pipeline.stages[stage], f"stages.{stage}", document)
         _check_devices(pipeline.stages[stage], f"stages.{stage}", document)
     return pipeline
 
@@ -101,6 +102,16 @@ def _check_engine(pipeline: Pipeline, name: str, document: Document) -> None:
         _convert(stage.defaults, spec.params, f"{path}.defaults", document)
 
 
+def _check_autoscale(stage: Stage, path: str, document: Document) -> None:
+    if (bounds := stage.autoscale) is None:
+        return
+    if bounds.min > bounds.max:
+        raise document.error(f"{path}.autoscale.min", bounds.min, f"at most autoscale.max, which is {bounds.max}")
+    if not bounds.min <= stage.replicas <= bounds.max:
+        accepted = f"a number within autoscale.min and max, from {bounds.min} to {bounds.max}"
+        raise document.error(f"{path}.replicas", stage.replicas, accepted)
+
+
 def _check_devices(stage: Stage, path: str, document: Document) -> None:
     """Check what does not depend on this machine: which devices are visible is looked up when a system is opened."""
     given = "devices" if stage.devices else "device"
@@ -115,7 +126,7 @@ def _check_devices(stage: Stage, path: str, document: Document) -> None:
         raise document.error(f"{path}.env", "more", f"variables of at most {OPTIONS_BYTES} bytes")
     try:
         check_length(stage)
-        stage_layout(stage, stage.workers, visible=None)
+        stage_layout(stage, stage.most_workers, visible=None)
     except DeviceLayoutError as error:
         found = list(stage.devices) or stage.device
         raise document.error(f"{path}.{given}", found, f"{error.accepted}; {error.reason}") from error

@@ -145,13 +145,13 @@ def check_length(stage: Stage) -> None:
     """Check that a stage lists exactly as many devices as its workers need. Raises DeviceLayoutError that says both.
 
     ``layout`` itself takes a pool that is too large: a stage may get fewer workers later. A stage that begins without
-    workers may list any pool.
+    workers may list any pool. With ``autoscale``, the list has room for the largest number of workers.
     """
-    devices, each = configured_devices(stage), stage.devices_per_replica
-    fits = len(devices) == each or (len(devices) == stage.workers * each if stage.workers else not len(devices) % each)
+    devices, each, workers = configured_devices(stage), stage.devices_per_replica, stage.most_workers
+    fits = len(devices) == each or (len(devices) == workers * each if workers else not len(devices) % each)
     if devices and not fits:
         reason = f"{len(devices)} devices are neither a template nor a pool"
-        raise DeviceLayoutError(devices, stage.workers or 1, each, reason)
+        raise DeviceLayoutError(devices, workers or 1, each, reason)
 
 
 def _shifted(devices: Sequence[Device], offset: int) -> tuple[Device, ...] | None:

@@ -82,6 +82,22 @@ class Limits(Section, frozen=True, kw_only=True):
     many bytes of memory may hold checkpoints. Without ``async_chunk``, also the input that one worker gathers."""
 
 
+class Autoscale(Section, frozen=True, kw_only=True):
+    """Between which bounds the number of a stage's replicas follows its load."""
+
+    min: Annotated[int, Meta(ge=0, le=64)] = 1
+    """The least number of replicas. With 0, the first request starts one."""
+    max: Annotated[int, Meta(ge=1, le=64)]
+    """The largest number of replicas."""
+    queue_time_s: PositiveFloat = 1.0
+    """Seconds that a request may queue before replicas are added."""
+    down_after_s: PositiveFloat = 300.0
+    """Replicas are removed that were not needed at any time within so many seconds."""
+    concurrency: Positive | None = None
+    """Requests that one replica serves at a time; further ones count as queued. Null means the engine's option
+    ``max_batch``, or 1 if it has none."""
+
+
 class Stage(Section, frozen=True, kw_only=True):
     """One stage of a pipeline."""
 
@@ -102,6 +118,8 @@ class Stage(Section, frozen=True, kw_only=True):
     wait until it has a worker, or their deadline passes."""
     scale_from_zero: bool = False
     """Whether a request that waits for the stage while it has no replicas starts one."""
+    autoscale: Autoscale | None = None
+    """Add and remove replicas by the load, from ``replicas`` on. Null means that only ``OmniSystem.scale`` does."""
     routing: RoutingPolicy = "least_outstanding"
     """The replica that a request is given: the one with the fewest requests, each in turn, or the one that was given
     the longest common prefix of the prompt (else the one with the fewest requests)."""
@@ -155,6 +173,16 @@ class Stage(Section, frozen=True, kw_only=True):
     def workers(self) -> int:
         """The number of workers of this stage at first, standbys included."""
         return self.workers_for(self.replicas)
+
+    @property
+    def most_workers(self) -> int:
+        """The largest number of workers of this stage, unless ``OmniSystem.scale`` sets another."""
+        return self.workers if self.autoscale is None else max(self.workers, self.workers_for(self.autoscale.max))
+
+    @property
+    def starts_from_zero(self) -> bool:
+        """Whether a request that waits for the stage while it has no replicas starts one."""
+        return self.scale_from_zero or self.autoscale is not None
 
     def workers_for(self, replicas: int) -> int:
         """Return the number of workers for so many replicas. A stage without replicas has no standbys either."""
@@ -249,6 +277,12 @@ class Pipeline(Sections, frozen=True, kw_only=True):
         """Return whether ``stage`` goes on from its decisions after the death of a worker."""
         configured = self.stages[stage].resumable
         return self.spec(stage).resumable if configured is None else configured
+
+    def concurrency(self, stage: str) -> int:
+        """Return how many requests one replica of ``stage`` serves at a time, for its ``autoscale``."""
+        autoscale, batch = self.stages[stage].autoscale, self.options(stage).get("max_batch")
+        configured = autoscale.concurrency if autoscale is not None else None
+        return configured or (batch if isinstance(batch, int) else 1)
 
     def options(self, stage: str) -> dict[str, Any]:
         """Return the effective options of ``stage``: the configured ones over its engine's defaults."""

@@ -63,8 +63,15 @@ class Dispatcher:
         """Woken when a request waits for a replica."""
         self.newest = 0
         """The highest request number given out so far."""
+        self.arrived = collections.Counter[str]()
+        """How many requests that use each stage have been admitted so far."""
         self._loads = collections.Counter[Address]()
         """How many requests of ``dispatched`` each replica holds."""
+
+    def admit(self, request: Request) -> None:
+        """Take a request that waits to be dispatched."""
+        self.queued[request] = None
+        self.arrived.update(request.route.stages)
 
     def running(self) -> list[Request]:
         """Return the requests that have not ended."""
@@ -116,7 +123,10 @@ class Dispatcher:
         stages = request.replay_state.waiting
         if self.holds_back(request):
             return
-        if not stages or request in self.trials.group_of:
+        if not stages:
+            return
+        if request in self.trials.group_of:
+            self.unplaced.unpark_all()  # its trial needs these stages, one of which may have no replicas
             return
         if (placement := self.placement.place(stages, request.affinity)) is not None:
             self.dispatch(request, placement)

@@ -182,9 +182,9 @@ class Orchestrator:
         request.lifetime.deadline = request.expires
         self.open_requests[request.name] = request
         self.readers.admit(request)
-        self._dispatcher.queued[request] = None
-        if not self._suspects.join(request):
-            self._dispatcher.try_dispatch(request)
+        self._dispatcher.admit(request)
+        self._suspects.join(request)
+        self._dispatcher.try_dispatch(request)
 
     def _displace(self, request: Request) -> bool:
         """End a request that waits for its first dispatch with a higher number than ``request``, if there is one."""

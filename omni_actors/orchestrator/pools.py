@@ -13,9 +13,13 @@ import trio
 
 from omni_actors.errors import StageFailed
 from omni_actors.orchestrator.dispatch import Dispatcher
+from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.replica import Replica, ReplicaState
+
+_DONE = (Phase.FINISHED, Phase.LOST)
+"""The phases of a stage in which it has nothing to do for a request."""
 
 
 class Pools:
@@ -89,6 +93,16 @@ class Pools:
             return set()
         waiting = {stage for each in self._dispatcher.running() for stage in each.replay_state.waiting}
         return {stage for stage in waiting if not self.wanted(stage)}
+
+    def arrived(self, stage: str) -> int:
+        """Return how many requests that use a stage have been admitted so far."""
+        return self._dispatcher.arrived[stage]
+
+    def unfinished_since(self, stage: str) -> list[float]:
+        """Return when the requests that a stage has not finished were submitted, on trio's clock, in order."""
+        requests = self._dispatcher.using([stage])
+        unfinished = [each for each in requests if each.replay_state.stages[stage].phase not in _DONE]
+        return sorted(each.expires - each.deadline_s for each in unfinished)
 
     async def wait_unplaced(self) -> None:
         """Wait until a request begins to wait for a replica."""

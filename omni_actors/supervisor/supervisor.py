@@ -232,6 +232,8 @@ class Supervisor:
                     else:
                         exit = await self._end(replica, worker)
                         if incarnation.reason is not None:
+                            for envelope in worker.mailbox.unread():  # such as checkpoints, from which others resume
+                                self._handle(replica, *envelope)
                             self._report_death(replica, exit)
                     incarnation.worker = None
                     self._edges.disconnect_worker(replica.address)  # not earlier: the process has its ring ends open

@@ -21,6 +21,7 @@ from omni_actors.supervisor.process import LocalSpawner, Spawner
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.system import machine, workers
+from omni_actors.system.autoscaling import AutoscaleControl
 from omni_actors.system.ended import EndedRequests, tracing_with
 from omni_actors.system.gauges import gauges
 from omni_actors.system.health import Health, ReplicaHealth, replica_health
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     from omni_actors.system.tracing import Tracing
 
 
-class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl, ProfileControl, Information):
+class OmniSystem(
+    Requests, TextControl, LoraControl, SleepControl, AutoscaleControl, WeightControl, ProfileControl, Information
+):
     """A running pipeline. ``OmniSystem.open`` starts one.
 
     >>> async def main():
@@ -80,6 +83,8 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
             listener=self._orchestrator,
             mailbox_capacity=capacity,
         )
+        for name, stage in pipeline.stages.items():
+            self._orchestrator.pools.want(name, stage.replicas)
         self.metrics = Metrics(lambda: gauges(self._orchestrator, self._supervisor.replicas.values(), self._edges))
         self._ended = EndedRequests(pipeline, self.metrics, tracing)
         self._trio_clock: TrioClock | None = None
@@ -145,6 +150,7 @@ class OmniSystem(Requests, TextControl, LoraControl, SleepControl, WeightControl
                     nursery.start_soon(self._supervisor.run)
                     nursery.start_soon(self._watch_start)
                     nursery.start_soon(self._scale_from_zero)
+                    nursery.start_soon(self._autoscale)
                     self._running = True
                     task_status.started()
         finally:

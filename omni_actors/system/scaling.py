@@ -183,11 +183,11 @@ class ScaleControl(Control):
 
     def _starts_when_needed(self, stage: str) -> bool:
         """Whether a stage has no replica because none is needed now."""
-        return self._orchestrator.pools.wanted(stage) == 0 and self.pipeline.stages[stage].scale_from_zero
+        return self._orchestrator.pools.wanted(stage) == 0 and self.pipeline.stages[stage].starts_from_zero
 
     async def _scale_from_zero(self) -> None:
         """Start a replica of each stage that a request waits for, where the pipeline asks for that."""
-        if not any(stage.scale_from_zero for stage in self.pipeline.stages.values()):
+        if not any(stage.starts_from_zero for stage in self.pipeline.stages.values()):
             return
         starting = set[str]()
 

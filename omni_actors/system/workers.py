@@ -71,7 +71,7 @@ def descriptors(pipeline: Pipeline) -> int:
 
     These are those of every worker and ring, and of the checkpoints of every request in every resumable stage.
     """
-    replicas = {CLIENT: 1} | {name: stage.workers for name, stage in pipeline.stages.items()}
+    replicas = {CLIENT: 1} | {name: stage.most_workers for name, stage in pipeline.stages.items()}
     rings = sum(replicas[spec.producer] * replicas[spec.consumer] for spec in edge_specs(pipeline))
     checkpoints = pipeline.limits.max_requests * sum(map(pipeline.resumable, pipeline.stages))
     return WORKER_DESCRIPTORS * (sum(replicas.values()) - 1) + RING_DESCRIPTORS * rings + checkpoints

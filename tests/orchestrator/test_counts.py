@@ -33,7 +33,7 @@ def counts(orchestrator: Orchestrator) -> dict[str, object]:
     return {
         "loads": {address: orchestrator.load(address) for address in replicas},
         "in_flight": orchestrator.in_flight,
-        "names": orchestrator._open,
+        "names": orchestrator.open_requests,
     }
 
 

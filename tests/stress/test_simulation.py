@@ -341,7 +341,7 @@ def test_a_removed_replica_whose_requests_do_not_resume_is_found(monkeypatch: py
         await remove(self, replica, None)
 
     monkeypatch.setattr(Supervisor, "remove", silent)
-    assert "hung" in kinds(first_violated(since=200, every=SCALED))
+    assert "hung" in kinds(first_violated(since=100, every=SCALED))
 
 
 @pytest.mark.slow

@@ -1,0 +1,69 @@
+"""Carries out ``autoscale``: measures the demand of each such stage, and scales it as the rule decides.
+
+Rules
+1. ``autoscale_rule`` alone decides about numbers. A number that ``scale`` has set counts as its last decision.
+2. One change of a stage runs at a time. While its replicas load or drain, decisions are made and not carried out.
+3. While generation is paused or the stage sleeps, nothing is decided: what waits then does not wait for replicas.
+4. If a replica cannot load, or there is no device for it, that is logged, and the next change waits for ``RETRY_S``.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import trio
+
+from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed
+from omni_actors.log_events import Autoscaled, AutoscaleFailed, record
+from omni_actors.system.autoscale_rule import INTERVAL_S, AutoscaleRule, Demand
+from omni_actors.system.scaling import ScaleControl
+
+RETRY_S = 30.0
+
+
+class AutoscaleControl(ScaleControl):
+    """Scales stages by their load. It adds no method for callers."""
+
+    async def _autoscale(self) -> None:
+        """Scale the stages that have ``autoscale``, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for name, stage in self.pipeline.stages.items():
+                if stage.autoscale is not None:
+                    rule = AutoscaleRule(stage.autoscale, self.pipeline.concurrency(name))
+                    nursery.start_soon(self._autoscale_stage, name, rule)
+
+    async def _autoscale_stage(self, stage: str, rule: AutoscaleRule) -> None:
+        changing = False
+
+        async def change(before: int, after: int) -> None:
+            nonlocal changing
+            try:
+                record(Autoscaled(stage=stage, before=before, after=after))
+                with suppress(StageAsleep, SystemClosed):
+                    await self.scale(stage, after)
+            except (InvalidRequest, StageFailed) as error:
+                record(AutoscaleFailed(stage=stage, replicas=after, error=str(error), retry_in_s=RETRY_S))
+                await trio.sleep(RETRY_S)
+            finally:
+                changing = False
+
+        async with trio.open_nursery() as nursery:
+            while True:
+                await trio.sleep(INTERVAL_S)
+                if self._orchestrator.is_held or stage in self._orchestrator.closures.asleep:
+                    continue
+                demand = self._demand(stage)
+                wanted = rule.decide(demand)
+                if wanted != demand.wanted and not changing:
+                    changing = True
+                    nursery.start_soon(change, demand.wanted, wanted)
+
+    def _demand(self, stage: str) -> Demand:
+        pools = self._orchestrator.pools
+        return Demand(
+            now=trio.current_time(),
+            arrived=pools.arrived(stage),
+            since=pools.unfinished_since(stage),
+            wanted=pools.wanted(stage),
+            ready=min(pools.wanted(stage), sum(each.accepts_work for each in pools.replicas(stage))),
+        )

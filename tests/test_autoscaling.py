@@ -1,0 +1,183 @@
+"""``autoscale`` in a running system: on simulated workers in virtual time, and once with processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from omni_actors.config import Autoscale, Pipeline, Stage, explain, load
+from omni_actors.errors import ConfigError
+from omni_actors.generation import Generation
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.stress.simulation.spawner import SimulatedSpawner
+from omni_actors.stress.simulation.worker import WorkerBehavior
+from omni_actors.system import OmniSystem
+from tests.support.echo_systems import WATCHDOG_S, one_stage, read, wait_for
+
+LOAD_S = 2.0
+DOWN_AFTER_S = 20.0
+DECIDED_S = 0.5
+VIRTUAL_S = 1000.0
+
+
+class Autoscaled:
+    """A system whose second stage is scaled by its load, on simulated workers that load for ``LOAD_S``."""
+
+    def __init__(self) -> None:
+        self.behavior = WorkerBehavior(load_s=LOAD_S, turn_s=0.1)
+        self.omni: OmniSystem
+
+    @property
+    def states(self) -> list[str]:
+        return [each.state for each in self.omni.health().stages["second"]]
+
+    @property
+    def wanted(self) -> float | None:
+        return self.omni.metrics.registry.get_sample_value("omni_stage_replicas_wanted", {"stage": "second"})
+
+    def ask(self, pieces: int = 100) -> Generation:
+        return self.omni.submit({"script": [Input({"n": n}) for n in range(pieces)]}, ["audio"])
+
+
+@asynccontextmanager
+async def opened(replicas: int = 1, **terms: Any) -> AsyncIterator[Autoscaled]:
+    bounds = Autoscale(**{"max": 3, "concurrency": 2, "down_after_s": DOWN_AFTER_S, **terms})
+    stages = {
+        "first": Stage(engine="echo", accepts=("script",)),
+        "second": Stage(engine="echo", inputs=("first",), emits="audio", replicas=replicas, autoscale=bounds),
+    }
+    system = Autoscaled()
+    spawner = SimulatedSpawner(lambda address, pid: system.behavior, lambda note: None)
+    with trio.fail_after(VIRTUAL_S):
+        async with OmniSystem.open(Pipeline(name="scaled", stages=stages), spawner=spawner) as system.omni:
+            yield system
+
+
+async def complete(generations: list[Generation], pieces: int = 100) -> None:
+    for each in generations:
+        assert [output.data["n"] async for output in each] == list(range(pieces))
+
+
+async def test_replicas_follow_the_load(autojump_clock: trio.testing.MockClock) -> None:
+    async with opened() as system:
+        running = [system.ask() for _ in range(5)]
+        await trio.sleep(1.0 + 2 * DECIDED_S + 0.1)  # queue_time_s, and the decision
+        assert (system.wanted, system.states) == (3, ["ready", "loading", "loading"])
+        await trio.sleep(LOAD_S)
+        assert system.states == ["ready"] * 3
+        await complete(running)
+        await trio.sleep(DOWN_AFTER_S / 2)
+        assert system.states == ["ready"] * 3
+        await trio.sleep(2 * DOWN_AFTER_S)
+        assert (system.wanted, system.states) == (1, ["ready"])
+
+
+async def test_a_load_that_fits_changes_nothing(autojump_clock: trio.testing.MockClock) -> None:
+    async with opened() as system:
+        running = [system.ask() for _ in range(2)]
+        await trio.sleep(10.0)
+        assert system.states == ["ready"]
+        await complete(running)
+
+
+async def test_the_first_request_starts_a_replica_and_the_last_one_ends_it(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with opened(replicas=0, min=0) as system:
+        assert (system.wanted, system.states, system.omni.health().ready) == (0, [], True)
+        await complete([system.ask(3)], 3)
+        assert (system.wanted, system.states) == (1, ["ready"])
+        await trio.sleep(3 * DOWN_AFTER_S)
+        assert (system.wanted, system.states) == (0, [])
+        await complete([system.ask(3)], 3)
+
+
+async def test_a_pause_is_no_reason_to_scale(autojump_clock: trio.testing.MockClock) -> None:
+    async with opened() as system:
+        await system.omni.pause_generation("wait")
+        waiting = [system.ask(3) for _ in range(5)]
+        await trio.sleep(10.0)
+        assert system.states == ["ready"]
+        await system.omni.resume_generation()
+        await complete(waiting, 3)
+
+
+async def test_a_replica_that_cannot_load_is_tried_again_later(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened() as system:
+        system.behavior = WorkerBehavior(fails="no memory")
+        running = [system.ask(500) for _ in range(5)]
+        await trio.sleep(10.0)
+        assert (system.wanted, system.states) == (1, ["ready"])
+        assert [record.message for record in caplog.records if "cannot be scaled to 3" in record.message]
+        system.behavior = WorkerBehavior(turn_s=0.1)
+        await trio.sleep(35.0)
+        assert system.states == ["ready"] * 3
+        await complete(running, 500)
+
+
+async def test_with_processes_nothing_is_lost() -> None:
+    """Load comes, a replica is added; load ends, it is removed."""
+    bounds = Autoscale(max=2, queue_time_s=0.2, down_after_s=1.5, concurrency=1)
+    async with OmniSystem.open(one_stage(options={"step_s": 0.02}, autoscale=bounds)) as omni:
+        enough = trio.Event()
+
+        async def client(number: int) -> None:
+            while not enough.is_set():
+                pieces = [Input({"n": n, "client": number}) for n in range(20)]
+                outputs = await read(omni.submit({"script": pieces}, ["audio"]))
+                assert [(each.data["n"], each.data["client"]) for each in outputs] == [(n, number) for n in range(20)]
+
+        def states() -> list[str]:
+            return [each.state for each in omni.health().stages["only"]]
+
+        with trio.fail_after(WATCHDOG_S):
+            async with trio.open_nursery() as nursery:
+                for number in range(3):
+                    nursery.start_soon(client, number)
+                await wait_for(omni, lambda: states() == ["ready", "ready"])
+                enough.set()
+            await wait_for(omni, lambda: states() == ["ready"])
+        assert omni.metrics.registry.get_sample_value("omni_stage_replicas_wanted", {"stage": "only"}) == 1
+        outcomes = omni.metrics.registry.get_sample_value("omni_requests_total", {"outcome": "done"})
+        assert outcomes is not None
+        assert outcomes >= 3
+        assert math.isclose(omni.metrics.registry.get_sample_value("omni_request_replays_total") or 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"autoscale": {"min": 3, "max": 2}}, "autoscale.min: found 3; accepted: at most autoscale.max, which is 2"),
+        ({"autoscale": {"max": 2}, "replicas": 3}, "replicas: found 3"),
+        ({"autoscale": {"min": 1}}, "'max'"),
+        ({"autoscale": {"max": 65}}, "autoscale.max: found 65"),
+        ({"autoscale": {"max": 2, "queue_time_s": 0}}, "autoscale.queue_time_s: found 0"),
+        ({"autoscale": {"max": 3}, "device": "cuda", "devices": [0, 1]}, "devices: found [0, 1]"),
+    ],
+)
+def test_bounds_that_cannot_work_are_refused(changes: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("echo", {f"stages.first.{name}": value for name, value in changes.items()})
+    assert found in str(caught.value)
+
+
+def test_explain_shows_the_bounds_and_their_defaults() -> None:
+    rows = explain("echo", {"stages.first.autoscale": {"max": 4}})
+    prefix = "stages.first.autoscale."
+    shown = {each.path.removeprefix(prefix): each.value for each in rows if each.path.startswith(prefix)}
+    assert shown == {"min": 1, "max": 4, "queue_time_s": 1.0, "down_after_s": 300.0, "concurrency": None}
+
+
+def test_the_largest_number_of_replicas_counts_for_devices_and_concurrency_comes_from_the_engine() -> None:
+    stage = Stage(engine="llm", accepts=("messages",), emits="text", model="x", autoscale=Autoscale(max=4), standby=1)
+    assert (stage.workers, stage.most_workers) == (2, 5)
+    pipeline = Pipeline(name="one", stages={"llm": stage})
+    assert pipeline.concurrency("llm") == pipeline.options("llm")["max_batch"]
