@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import Server, Start
@@ -64,6 +70,51 @@ def test_a_typed_question_is_answered_while_a_stage_is_killed(lively: Server, fi
         print(f"first contentful paint: {paint_ms:.0f} ms (aim: {FIRST_PAINT_MS} ms)")
         assert paint_ms < PAINT_WATCHDOG_MS
         assert page.errors == []
+
+
+LISTENED_S = "parseFloat(document.querySelector('.mic').innerText.replace(/[^0-9.]/g, ''))"
+"""For how many seconds the page has listened, as the button says."""
+
+
+def test_push_to_talk_sends_what_the_microphone_hears(lively: Server) -> None:
+    with open_page() as page:  # its microphone beeps
+        page.open(lively.url)
+        page.press(".mic")
+        page.wait(f"{LISTENED_S} >= 1")
+        page.release(".mic")
+        page.wait("document.querySelector('.message.user')")
+        page.wait("document.querySelectorAll('.message.assistant .w').length > 0")
+        wait_done(page)
+        assert said(page) != ""
+        assert page.errors == []
+
+
+@pytest.mark.voice
+@pytest.mark.slow
+def test_a_spoken_question_is_answered_although_a_stage_dies(start: Start, tmp_path: Path) -> None:
+    with start("-s", "stages.llm.threads=1", config="voice") as voice:
+        microphone = tmp_path / "question.wav"
+        write_question(voice, microphone)
+        with open_page(microphone=microphone) as page:
+            page.open(voice.url)
+            page.wait("document.querySelector('#hands-free')")
+            page.click("#hands-free")
+            page.wait("document.querySelectorAll('.message.assistant .w').length > 0")
+            os.kill(voice.pid_of("llm"), signal.SIGKILL)
+            wait_done(page)
+            assert "Paris" in said(page)
+            page.wait("document.querySelector('.message.user .said').innerText.includes('capital of France')")
+            page.wait("!document.querySelector('.message.assistant .w:not(.heard)')")
+            assert page.errors == []
+        assert voice.replica("llm")["history"][0]["signal"] == "SIGKILL"
+
+
+def write_question(voice: Server, file: Path) -> None:
+    """Write a spoken question: a second of silence, the question, and so much silence that the answer ends first."""
+    body = {"model": "voice", "voice": "any", "input": "What is the capital of France?", "response_format": "wav"}
+    question, rate = soundfile.read(io.BytesIO(voice.http.post("/v1/audio/speech", json=body).content))
+    silence = np.zeros(rate)
+    soundfile.write(file, np.concatenate([silence, question, *[silence] * 60]), rate, subtype="PCM_16")
 
 
 def test_the_page_asks_for_the_key_and_keeps_it_for_the_tab(slow: Server) -> None:

@@ -5,15 +5,18 @@ import { addMessage, changed, stopAnswer } from "./conversation.js";
 import { Microphone, Player, audioContext } from "./sound.js";
 import { Store } from "./store.js";
 
+const PIECE_MS = 40; // of the microphone
+const SHOWN_MS = 200; // how often the length of a turn is shown
 const KEPT_PEAKS = 1200; // of the microphone: more than the waveform shows
 
 // mode: "off", "connecting", "hands-free" or "push". isHeld: whether the push-to-talk key is down. isSpeaking: whether
-// the server hears speech. speech: [from, to] of each time in which it did, in seconds of the AudioContext.
-export const voice = new Store({ mode: "off", isHeld: false, isSpeaking: false, error: null });
+// the server hears speech. sentS: the seconds of sound since then. speech: [from, to] of each time in which it did, in seconds of the AudioContext.
+export const voice = new Store({ mode: "off", isHeld: false, isSpeaking: false, sentS: 0, error: null });
 export const heard = { peaks: [], speech: [] };
 
 class Session {
   constructor(model, isHandsFree) {
+    this.model = model;
     this.isHandsFree = isHandsFree;
     this.items = new Map(); // by the protocol's item id: the message of the conversation
     this.answer = null;
@@ -38,7 +41,10 @@ class Session {
       session: {
         type: "realtime",
         output_modalities: ["audio"],
-        audio: { input: { format, turn_detection: detection }, output: { format } },
+        audio: {
+          input: { format, turn_detection: detection, transcription: { model: this.model } },
+          output: { format },
+        },
       },
     });
   }
@@ -136,6 +142,7 @@ class Session {
 
 let session = null;
 let microphone = null;
+let sentMs = 0; // since the push-to-talk key went down
 
 function piece({ pcm, peaks }) {
   heard.peaks.push(...peaks);
@@ -143,6 +150,8 @@ function piece({ pcm, peaks }) {
   const { mode, isHeld } = voice.value;
   if (mode === "hands-free" || (mode === "push" && isHeld)) {
     session?.send("input_audio_buffer.append", { audio: toBase64(pcm) });
+    sentMs += PIECE_MS;
+    if (isHeld && sentMs % SHOWN_MS === 0) voice.update({ sentS: sentMs / 1000 });
   }
 }
 
@@ -177,7 +186,8 @@ export function stop() {
 export async function hold(model) {
   if (voice.value.isHeld) return;
   if (voice.value.mode !== "push") await start(model, "push");
-  voice.update({ isHeld: true });
+  sentMs = 0;
+  voice.update({ isHeld: true, sentS: 0 });
   session?.interrupt({ cancels: true });
   session?.send("input_audio_buffer.clear");
   heard.speech.push([audioContext().currentTime, null]);
