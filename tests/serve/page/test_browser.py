@@ -117,6 +117,17 @@ def write_question(voice: Server, file: Path) -> None:
     soundfile.write(file, np.concatenate([silence, question, *[silence] * 60]), rate, subtype="PCM_16")
 
 
+@pytest.mark.slow
+def test_a_picture_is_drawn(start: Start) -> None:
+    with start(config="shapes") as shapes, open_page() as page:
+        page.open(shapes.url)
+        enter(page, "a red circle")
+        page.wait("document.querySelector('.message.assistant img')?.naturalWidth === 64")
+        wait_done(page)
+        assert page.evaluate("document.querySelectorAll('.mic, .wave').length") == 0, "it neither hears nor speaks"
+        assert page.errors == []
+
+
 def test_the_page_asks_for_the_key_and_keeps_it_for_the_tab(slow: Server) -> None:
     with open_page() as page:
         page.open(slow.url)
