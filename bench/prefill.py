@@ -8,6 +8,9 @@ two stages  ``configs/text_prefill.yaml``: prefill and decode, on one thread eac
 In each window, ``READERS`` requests read answers that do not end, and prompts of ``--prompt`` tokens come in, the next
 one when the one before has its answer. A gap is the time between two tokens of a reader, at the client, from the first
 long prompt on. The ratios are those of two windows that follow one another; the median of the pairs counts.
+
+Before the windows, both answer prompts of lengths around the edges of blocks. With ``--no-lengths`` they do not, and
+with ``--rounds 0`` they do only that.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,10 @@ from omni_actors.stress.report import percentile
 
 READERS, ANSWER = 2, 4
 """Requests that read all the time, and the tokens of the answer to a long prompt."""
+BLOCK, COMPARED = 128, 16
+"""Positions of a block (``prefill_chunk``), and the tokens of an answer that is compared."""
+LENGTHS = (1, 2, *(edge * BLOCK + off for edge in (1, 2, 4, 8) for off in (-1, 0, 1)), 2000)
+"""Of the prompts whose answers are compared."""
 ONE, TWO = "one stage", "two stages"
 BOUND = 0.5
 """The most that the 99th percentile of the gaps may be, with two stages, of that with one."""
@@ -61,6 +68,21 @@ async def answered(omni: OmniSystem, number: int, size: int) -> tuple[float, str
         text += output.delta
     assert first is not None
     return first - began, text
+
+
+async def compare(systems: dict[str, OmniSystem], sizes: Sequence[int]) -> dict[int, bool]:
+    """Return for each length whether the ids of the answers are equal. The ids are those of their log probabilities."""
+    found = {}
+    for size in sizes:
+        answers = {}
+        for name, omni in systems.items():
+            outputs = omni.generate(prompt(size, size), max_tokens=COMPARED, ignore_eos=True, logprobs=0)
+            answers[name] = [
+                token[0]["token_id"] async for output in outputs for token in output.data.get("logprobs", ())
+            ]
+        assert all(len(ids) == COMPARED for ids in answers.values()), answers
+        found[size] = answers[ONE] == answers[TWO]
+    return found
 
 
 async def tokens(omni: OmniSystem, number: int) -> AsyncIterator[float]:
@@ -102,20 +124,21 @@ async def window(omni: OmniSystem, seconds: float, size: int, first: int) -> Row
     return {"gaps_s": gaps, "alone_s": alone, "first_token_s": took, "texts": texts}
 
 
-async def measure(rounds: int, seconds: float, size: int, chunk_layers: int, threads: int) -> dict[str, list[Row]]:
-    """Return the windows of each pipeline."""
+async def measure(
+    rounds: int, seconds: float, size: int, chunk_layers: int, threads: int, sizes: Sequence[int]
+) -> tuple[dict[int, bool], dict[str, list[Row]]]:
+    """Return whether answers are equal, by length of the prompt, and the windows of each pipeline."""
     found: dict[str, list[Row]] = {ONE: [], TWO: []}
     async with AsyncExitStack() as stack:
         systems = {
             name: await stack.enter_async_context(OmniSystem.open(each))
             for name, each in pipelines(chunk_layers, threads).items()
         }
-        for omni in systems.values():
-            await answered(omni, 0, size)
+        lengths = await compare(systems, sizes)
         for n in range(rounds):
             for name in (ONE, TWO) if n % 2 else (TWO, ONE):
                 found[name].append(await window(systems[name], seconds, size, 1 + 1000 * n))
-    return found
+    return lengths, found
 
 
 def p99(row: Row) -> float:
@@ -155,22 +178,31 @@ def compared(found: dict[str, list[Row]]) -> Row:
 
 
 @click.command()
-@click.option("--rounds", type=click.IntRange(min=1), default=4, show_default=True, help="Pairs of windows.")
+@click.option("--rounds", type=click.IntRange(min=0), default=4, show_default=True, help="Pairs of windows.")
 @click.option("--window-s", type=float, default=20.0, show_default=True, help="Seconds of a window.")
 @click.option("--prompt", "size", type=click.IntRange(1, 2500), default=2000, show_default=True, help="Tokens.")
 @click.option("--chunk-layers", type=click.IntRange(min=0), default=0, show_default=True, help="Layers in a chunk.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of the one stage.")
+@click.option("--lengths/--no-lengths", "compares", default=True, help="Compare the ids of answers first.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
-def main(rounds: int, window_s: float, size: int, chunk_layers: int, threads: int, json_file: Path | None) -> None:
+def main(
+    rounds: int, window_s: float, size: int, chunk_layers: int, threads: int, compares: bool, json_file: Path | None
+) -> None:
     """Measure, print a table, and exit with 1 if the bound is not met."""
     load = psutil.getloadavg()[0]
-    found = trio.run(measure, rounds, window_s, size, chunk_layers, threads)
+    lengths, found = trio.run(measure, rounds, window_s, size, chunk_layers, threads, LENGTHS if compares else ())
+    differ = [size for size, equal in lengths.items() if not equal]
+    console = Console(width=120)
+    console.print(
+        f"equal ids of {COMPARED} tokens: {len(lengths) - len(differ)} of {len(lengths)} lengths, not at {differ}"
+    )
+    if not rounds:
+        sys.exit(bool(differ))
     ratio, figures = compared(found), {name: summary(rows) for name, rows in found.items()}
     table = Table("", "gap p50", "p99", "longest", "without prompts, p50", "first token of a prompt", "gaps", "prompts")
     for name, row in figures.items():
         times = (f"{1000 * row[key]:.0f} ms" for key in ("gap_p50", "gap_p99", "gap_max", "alone_p50"))
         table.add_row(name, *times, f"{row['first_token_p50']:.2f} s", str(row["gaps"]), str(row["prompts"]))
-    console = Console(width=120)
     console.print(table)
     met = ratio["gap_p99"] <= BOUND
     console.print(f"p99 of two stages / of one: {ratio['gap_p99']:.2f}, bound {BOUND:g}: {'met' if met else 'missed'}")
@@ -178,8 +210,12 @@ def main(rounds: int, window_s: float, size: int, chunk_layers: int, threads: in
     console.print(f"equal answers to the same prompt: {ratio['equal']} of {ratio['answers']}")
     console.print(f"load of the machine before: {load:.1f}")
     if json_file is not None:
-        json_file.write_text(json.dumps({"ratio": ratio, "figures": figures, "load": load, "windows": found}, indent=1))
-    if not met:
+        json_file.write_text(
+            json.dumps(
+                {"lengths": lengths, "ratio": ratio, "figures": figures, "load": load, "windows": found}, indent=1
+            )
+        )
+    if differ or not met:
         sys.exit(1)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
 from omni_actors.errors import StageCrashed
 from omni_actors.generation import Generation
+from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
 from tests.replay.mortal import PIECES, WATCHDOG_S, all_ready, ask, check_exact, dies
 from tests.support.echo_systems import read
@@ -58,3 +60,15 @@ async def test_on_failure_fail_computes_nothing_again(omni: OmniSystem) -> None:
     with pytest.raises(StageCrashed):
         await read(spoken(omni, dies(PIECES - 1, "second", "after"), on_failure="fail"))
     await all_ready(omni)
+
+
+@with_shared_system
+async def test_a_request_that_kills_its_workers_ends_and_the_others_go_on(omni: OmniSystem) -> None:
+    """Also where its chunks, and those of the others, are computed again for each of its replays."""
+    poison = [Input({"n": n, "dies": [], "echo": {}}, {"x": np.zeros(SIZE, np.uint8)}) for n in range(PIECES - 1)]
+    poison.append(Input({"n": PIECES - 1, "echo": {"stage": "second", "raise": "step"}}))
+    culprit = omni.submit({"script": poison}, ["audio"])
+    others = [spoken(omni) for _ in range(3)]
+    with trio.fail_after(WATCHDOG_S), pytest.raises(StageCrashed, match="exited with code 1"):
+        await read(culprit)
+    await check(omni, *others)

@@ -155,6 +155,8 @@ class ReceivedPrompt:
             found = f"version {header.weights_version or '0'!r} of the weights; the stage that decodes has"
             raise _mismatch(f"the prompt was computed with {found} {self._version or '0'!r}")
         tokens = _tensor(chunk, "tokens", (header.positions,), "int64").tolist()
+        if unknown := [token for token in tokens if token >= self._shape.vocabulary]:
+            raise _mismatch(f"tokens: the model has no token {unknown[0]}; it has {self._shape.vocabulary}")
         self.tokens = [None if token < 0 else token for token in tokens]
         own = {"keys", "values", "tokens", "rows", "logits"}
         self.extra = {name: to_torch(tensor) for name, tensor in chunk.tensors.items() if name not in own}
@@ -203,7 +205,8 @@ def _tensor(chunk: Chunk, name: str, shape: tuple[int, ...], dtype: str | None) 
     """Return a copy of a tensor in host memory. Raises InvalidRequest: it is missing, or is not as expected."""
     sent = chunk.tensors.get(name)
     found = None if sent is None else (sent.dtype, tuple(sent.shape))
-    if sent is None or tuple(sent.shape) != shape or (dtype or sent.dtype) != sent.dtype:
+    fits = sent is not None and (sent.dtype == dtype if dtype else "float" in sent.dtype)
+    if sent is None or not fits or tuple(sent.shape) != shape:
         raise _mismatch(f"{name}: found {found}; expected {dtype or 'floats'} {shape}")
     return to_torch(sent)
 

@@ -12,12 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.llm.engine import LLMEngine
 from ringbuf import Tensor
 from tests.stages.llm.resumed_answers import PARAMS, SAMPLED, decisions
 from tests.stages.llm.tiny_engine import CONTEXT, PROMPTS, assert_empty, check, opened, user
+from tests.support.adapters import adapter, save_adapter
 from tests.support.closeness import assert_same_results
 from tests.support.conformance import chunks
 from tests.support.engine_cases.case import FeedArgs
@@ -189,6 +191,15 @@ def test_abort_in_the_middle_of_a_transfer_changes_no_other_request(stages: Stag
     assert apart(stages.prefill, stages.decode, question(PROMPTS[0]), max_tokens=12) == expected
 
 
+def test_an_adapter_applies_to_prompt_and_answer(stages: Stages, tiny: Path, tmp_path: Path) -> None:
+    lora = adapter(save_adapter(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "one"))
+    plain = alone(stages.both, tokens_of(20), max_tokens=12)
+    expected = alone(stages.both, tokens_of(20), max_tokens=12, lora=lora)
+    assert expected != plain
+    assert apart(stages.prefill, stages.decode, tokens_of(20), max_tokens=12, lora=lora) == expected
+    assert apart(stages.prefill, stages.decode, tokens_of(20), max_tokens=12) == plain
+
+
 def sent(prefill: Driver, prompt: FeedArgs, **params: Any) -> list[Any]:
     """What a stage sends that prefills."""
     prefill.start(1, **params)
@@ -219,7 +230,9 @@ def replaced(tensors: dict[str, Any], name: str, change: Callable[[torch.Tensor]
         ("values", lambda values: values[..., :-1]),
         ("values", lambda values: values.double()),
         ("tokens", lambda tokens: tokens[:-1]),
+        ("tokens", lambda tokens: tokens + 1000),
         ("logits", lambda logits: logits[:-1]),
+        ("logits", lambda logits: logits.long()),
     ],
 )
 def test_a_chunk_of_another_model_is_refused(stages: Stages, name: str, change: Callable[..., Any]) -> None:
@@ -233,6 +246,11 @@ def test_what_is_missing_is_refused(stages: Stages) -> None:
     first, *_, last = sent(stages.prefill, tokens_of(20))
     assert refusal(stages.decode, first.data, for_stages(first), last=True).code == "prefill_mismatch"
     assert refusal(stages.decode, last.data, for_stages(last), last=True).code == "prefill_mismatch"
+    whole = for_stages(sent(stages.prefill, tokens_of(5))[0])
+    del whole["logits"]
+    for last in (True, False):
+        data = {"prompt": {"positions": 5}}
+        assert refusal(stages.decode, data, whole, last=last).code == "prefill_mismatch"
     assert refusal(stages.decode, {"prompt": {"positions": 0}}, {}, last=False).param
 
 
