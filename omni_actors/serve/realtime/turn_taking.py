@@ -6,7 +6,9 @@ Rules
 2. A turn's sound leaves the buffer when the turn ends. Sound before a turn is dropped when the turn starts, and silence
    that is older than ``KEPT_S`` as it ages.
 3. A turn that fills the buffer ends there.
-4. Detectors run in threads, at most ``_THREADS`` at a time for all sessions: some pauses take 40 ms.
+4. Detectors run in threads, at most ``_THREADS`` at a time for all sessions: some pauses take 40 ms. A thread takes at
+   most a second of sound at a time, so that a session which sends minutes at once does not delay the others.
+5. A turn that the conversation refuses is dropped, and answered with an ``error`` event. The sound after it counts.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ import numpy as np
 import soxr
 import trio
 
-from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.realtime.config import AudioFormat
 from omni_actors.serve.realtime.input_audio import InputAudio
 from omni_actors.serve.realtime.items import new_id
 from omni_actors.serve.realtime.outbox import Outbox
-from omni_actors.serve.realtime.sound import decode, frame_bytes, rate_of
+from omni_actors.serve.realtime.sound import bytes_per_s, decode, frame_bytes, rate_of
 from omni_actors.stages import assets
 from omni_actors.turns import (
     BargeIn,
@@ -104,7 +106,12 @@ class TurnTaking:
         """The identifier that the item of the turn will have."""
 
     async def hear(self, data: bytes) -> None:
-        """Take the next sound of the user, and do what it asks for. Raises HTTPError."""
+        """Take the next sound of the user, and do what it asks for. Raises HTTPError: the buffer is full."""
+        size = bytes_per_s(self._format)
+        for at in range(0, len(data), size):
+            await self._hear(data[at : at + size])
+
+    async def _hear(self, data: bytes) -> None:
         if self._detector.is_speaking and not self._sound.has_room(len(data), self._format):
             await self._stop(SpeechStopped(self._detector.position_ms, self._detector.position_ms))
             self._detector.reset()
@@ -171,13 +178,11 @@ class TurnTaking:
         await self._session.interrupt()
 
     def _end_turn(self, end_ms: float) -> None:
-        """Raises HTTPError."""
         id, self._item_id = self._item_id, new_id("item")
         self._outbox.post("input_audio_buffer.speech_stopped", audio_end_ms=round(end_ms), item_id=id)
         self._commit(end_ms, id)
 
     def _time_out(self, event: IdleTimeout) -> None:
-        """Raises HTTPError."""
         id, self._item_id = self._item_id, new_id("item")
         start_ms, end_ms = (round(self._begins_ms + at_ms) for at_ms in (event.start_ms, event.at_ms))
         self._sound.forget(start_ms, self._format)
@@ -186,7 +191,10 @@ class TurnTaking:
         self._commit(end_ms, id)
 
     def _commit(self, end_ms: float, id: str) -> None:
-        """Raises HTTPError."""
-        self._session.commit_turn(end_ms, id)
-        if self._settings.create_response:
-            self._session.respond_to_turn()
+        try:
+            self._session.commit_turn(end_ms, id)
+            if self._settings.create_response:
+                self._session.respond_to_turn()
+        except HTTPError as error:
+            self._outbox.post_error(error)
+            self._sound.forget(end_ms, self._format)

@@ -12,7 +12,8 @@ import soundfile
 import soxr
 
 from bench.turns import SENTENCES, Sound, say
-from tests.support.realtime import Session
+from tests.support.http_server import Start
+from tests.support.realtime import Session, session
 
 pytestmark = pytest.mark.voice
 
@@ -162,6 +163,19 @@ def test_a_turn_that_fills_the_buffer_ends(talk: Session) -> None:
     events = talk.until("conversation.item.done")
     assert [event["type"] for event in events] == TURN
     assert abs(events[1]["audio_end_ms"] - 120_000) <= 2100
+
+
+def test_a_turn_that_the_conversation_refuses_is_dropped(start: Start) -> None:
+    with start("--session-items", "2") as server, session(server) as talk:
+        talk.ask("one")
+        talk.ask("two")
+        speech = pcm(say(SENTENCES[0]))
+        hear(talk, 2 * (silence(1) + speech + silence(1)), size=20 * PCM_S)
+        for _ in range(2):
+            events = talk.until("error")
+            assert [event["type"] for event in events] == [*TURN[:2], "error"]
+            assert events[-1]["error"]["code"] == "conversation_full"
+        assert talk.error("input_audio_buffer.commit")["code"] == "conversation_full"
 
 
 def test_telephone_speech_is_found(talk: Session) -> None:
