@@ -220,9 +220,8 @@ class Orchestrator:
     @property
     def retry_after_s(self) -> float:
         """An estimate of the seconds until a place is free."""
-        return self._retry_after.retry_after_s(
-            self.open_requests.values(), time.monotonic(), self._placement.next_ends_s()
-        )
+        requests, next_ends_s = self.open_requests.values(), self._placement.next_ends_s()
+        return self._retry_after.retry_after_s(requests, time.monotonic(), next_ends_s)
 
     def load(self, address: messages.Address) -> int:
         """Return the number of requests placed on a replica."""
@@ -285,8 +284,7 @@ class Orchestrator:
         return self._dispatcher.newest
 
     def on_worker_ready(self, address: messages.Address) -> None:
-        if self._placement.serving(address.stage):  # else it is being removed
-            self._replays.failed_stages.pop(address.stage, None)
+        self.pools.replica_ready(address.stage)
         self._suspects.worker_ready(address)  # before other requests are dispatched: a trial needs an unused replica
         self._dispatcher.dispatch_waiting()
 

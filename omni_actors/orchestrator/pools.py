@@ -57,6 +57,11 @@ class Pools:
         """Place requests on a new replica as soon as it is ready."""
         self._placement.add(replica)
 
+    def replica_ready(self, stage: str) -> None:
+        """Handle that a worker is ready: its stage has not failed any more, unless the replica is being removed."""
+        if self.serves(stage):
+            self._failed_stages.pop(stage, None)
+
     @trio.lowlevel.enable_ki_protection
     def remove(self, replica: Replica) -> None:
         """Forget a replica, which has no worker any more."""
