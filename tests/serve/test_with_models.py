@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jiwer
@@ -217,3 +221,22 @@ def test_a_speed_that_is_none_and_a_language_that_it_does_not_know(
     with pytest.raises(openai.BadRequestError) as caught:
         client.audio.transcriptions.create(model="voice", file=("a.wav", recording(0.01)))
     assert (caught.value.param, caught.value.code) == ("file", "too_short")
+
+
+def test_the_terminal_hears_a_spoken_question_and_speaks_the_answer(voice: Any, tmp_path: Path) -> None:
+    with voice.openai() as client:
+        say = client.audio.speech.create(
+            model="voice", voice="heart", input="What is the capital of France?", response_format="wav"
+        )
+    (tmp_path / "question.wav").write_bytes(say.content)
+    done = subprocess.run(
+        [sys.executable, "-m", "omni_actors", "chat", "--url", voice.url, "-o", tmp_path, "--temperature", "0"],
+        input=f"/audio {tmp_path / 'question.wav'}\n\n/stats\n",
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "paris" in words(done.stdout)
+    assert "TTFA" in done.stderr
+    assert seconds((tmp_path / "answer-1.wav").read_bytes()) > 1

@@ -15,7 +15,7 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.cli.chat.commands import COMMANDS, Quit, execute
-from omni_actors.cli.chat.reader import PipeReader, Reader, TerminalReader, history_file
+from omni_actors.cli.chat.reader import PipeReader, Reader
 from omni_actors.cli.chat.session import Session, Speech
 from omni_actors.cli.chat.sound import PLAYERS, find_player
 from omni_actors.cli.running import notes, run
@@ -115,8 +115,7 @@ class _Talk:
             self._session = self._open_session(server, model)
             if self.is_terminal:
                 notes.print(f"[bold]{model}[/] at {url}; /help lists the commands")
-            reader: Reader = TerminalReader(list(COMMANDS), history_file()) if self.is_terminal else PipeReader()
-            await self._converse(self._session, reader)
+            await self._converse(self._session, _terminal_reader() if self.is_terminal else PipeReader())
 
     async def _converse(self, session: Session, reader: Reader) -> None:
         while True:
@@ -139,6 +138,12 @@ class _Talk:
                 notes.print(str(error), style="red", markup=False)
             if line is None:
                 return
+
+
+def _terminal_reader() -> Reader:
+    from omni_actors.cli.chat.terminal import TerminalReader, history_file  # takes 50 ms; pipes need no prompt
+
+    return TerminalReader(list(COMMANDS), history_file())
 
 
 @asynccontextmanager

@@ -5,20 +5,12 @@ In both, a line that ends with a backslash goes on in the next line.
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from typing import Protocol
 
 import trio
-from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import WordCompleter
-from prompt_toolkit.history import FileHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 MAX_LINE_CHARACTERS = 2**20
-HISTORY_BYTES = 256 * 1024
-"""When the history is larger, its older half is dropped."""
 CONTINUES = "\\"
 
 
@@ -43,83 +35,3 @@ class PipeReader:
             if not line.endswith(CONTINUES):
                 return "\n".join([*lines, line])
             lines.append(line.removesuffix(CONTINUES))
-
-
-class TerminalReader:
-    """Reads messages at a prompt with history, search, and completion of commands.
-
-    Args:
-        commands: The words to complete.
-        history: The file that keeps the messages.
-    """
-
-    def __init__(self, commands: list[str], history: Path) -> None:
-        self._session: PromptSession[str] = PromptSession(
-            "> ",
-            history=FileHistory(_prepared(history)),
-            completer=WordCompleter(commands, sentence=True),
-            key_bindings=_keys(),
-            multiline=True,
-            complete_while_typing=False,
-            enable_open_in_editor=True,
-            prompt_continuation="  ",
-        )
-
-    async def read(self) -> str | None:
-        """Return the next message; None at Ctrl-D. Cancellation ends the prompt and restores the terminal."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._exit_when_cancelled)
-            try:
-                # prompt_toolkit runs on asyncio, in a thread of its own; signals belong to the main thread.
-                return await trio.to_thread.run_sync(lambda: self._session.prompt(handle_sigint=False))
-            except EOFError:
-                return None
-            except KeyboardInterrupt:
-                interrupted = True
-            finally:
-                nursery.cancel_scope.cancel()
-        assert interrupted
-        raise KeyboardInterrupt
-
-    async def _exit_when_cancelled(self) -> None:
-        app = self._session.app
-        try:
-            await trio.sleep_forever()
-        finally:
-            if app.is_running and app.loop is not None:
-                app.loop.call_soon_threadsafe(lambda: app.is_running and app.exit(exception=EOFError))
-
-
-def _keys() -> KeyBindings:
-    keys = KeyBindings()
-
-    @keys.add("enter")
-    def accept(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.document.current_line_before_cursor.endswith(CONTINUES):
-            buffer.delete_before_cursor()
-            buffer.insert_text("\n")
-        else:
-            buffer.validate_and_handle()
-
-    @keys.add("escape", "enter")
-    def new_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    return keys
-
-
-def history_file() -> Path:
-    """Return the file of earlier messages: below ``$XDG_STATE_HOME``, else ``~/.local/state``."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "omni_actors" / "chat_history"
-
-
-def _prepared(history: Path) -> Path:
-    """Make the file, which only the user may read, or drop the older half of a large one. Return it."""
-    history.parent.mkdir(parents=True, exist_ok=True)
-    history.touch(mode=0o600)
-    if history.stat().st_size > HISTORY_BYTES:
-        _, found, newer = history.read_bytes()[-HISTORY_BYTES // 2 :].partition(b"\n\n# ")  # the start of an entry
-        history.write_bytes(b"\n# " + newer if found else b"")
-    return history
