@@ -54,6 +54,20 @@ def test_langchain_streams_with_log_probabilities(arguments: dict[str, Any]) -> 
     assert "".join(chunk.content for chunk in chat.stream("Hello")) == whole.content
 
 
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain_gets_an_object_of_the_responses_api(arguments: dict[str, Any], method: str) -> None:
+    chat = langchain(arguments, use_responses_api=True)
+    assert isinstance(chat.with_structured_output(Weather, method=method).invoke("Is it warm in Rome?"), Weather)
+
+
+def test_langchain_streams_and_continues_a_response(arguments: dict[str, Any]) -> None:
+    chat = langchain(arguments, use_responses_api=True, temperature=0.0)
+    whole = chat.invoke("Hello")
+    assert whole.usage_metadata["output_tokens"] == 200
+    assert "".join(chunk.text for chunk in chat.stream("Hello")) == whole.text
+    assert chat.invoke("Again", previous_response_id=whole.response_metadata["id"]).text
+
+
 def test_langchain_embeds(arguments: dict[str, Any]) -> None:
     """It sends token ids of OpenAI's tokenizer unless it is told not to."""
     from langchain_openai import OpenAIEmbeddings
@@ -79,3 +93,18 @@ def test_pydantic_ai_gets_an_object(address: dict[str, Any], output: str) -> Non
     result = asyncio.run(ask())
     assert isinstance(result.output, Weather)
     assert result.usage.output_tokens > 0
+
+
+@pytest.mark.parametrize("output", ["tool", "native"])
+def test_pydantic_ai_gets_an_object_of_the_responses_api(address: dict[str, Any], output: str) -> None:
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai.models.openai import OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def ask() -> Any:
+        async with openai.AsyncOpenAI(**address) as client:
+            model = OpenAIResponsesModel("writer", provider=OpenAIProvider(openai_client=client))
+            agent: Any = Agent(model, output_type=ToolOutput(Weather) if output == "tool" else NativeOutput(Weather))
+            return await agent.run("Is it warm in Rome?", model_settings={"max_tokens": 200})
+
+    assert isinstance(asyncio.run(ask()).output, Weather)

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import av
 import numpy as np
 import openai
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.outputs import AudioChunk
-from omni_actors.serve.media.audio import AudioEncoder
+from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.media.audio import AudioEncoder, decode
 
 
 def test_speech_as_wav(client: openai.OpenAI) -> None:
@@ -126,3 +128,38 @@ async def test_a_streamed_wav_is_complete_without_a_known_length() -> None:
     assert [len(piece) for piece in pieces] == [244, 200, 200]
     assert (data[:8], data[36:44]) == (b"RIFF\xff\xff\xff\xff", b"data\xff\xff\xff\xff")
     assert len(soundfile.read(io.BytesIO(data))[0]) == 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "aac"), ("webm", "libopus"), ("avi", "libmp3lame")])
+def test_a_damaged_container_is_decoded_or_refused(container: str, codec: str) -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as out:
+        stream: Any = out.add_stream(codec, rate=48000, layout="mono")
+        tone = av.AudioFrame.from_ndarray(np.zeros((1, 24000), np.int16), format="s16", layout="mono")
+        tone.sample_rate, tone.pts = 48000, 0
+        out.mux(stream.encode(tone))
+        out.mux(stream.encode(None))
+    whole = file.getvalue()
+
+    @settings(max_examples=25)
+    @given(
+        st.integers(0, len(whole)), st.lists(st.tuples(st.integers(0, len(whole) - 1), st.integers(0, 255)), max_size=8)
+    )
+    def answered(size: int, changes: list[tuple[int, int]]) -> None:
+        data = bytearray(whole)
+        for at, value in changes:
+            data[at] = value
+        found = outcome(bytes(data[:size]))
+        assert found == (400, "file") or (isinstance(found, float) and 0 < found <= 600)
+
+    answered()
+
+
+def outcome(data: bytes) -> float | tuple[int, str | None]:
+    """Return the seconds of a file, or the status and the parameter of its refusal."""
+    try:
+        [clip] = trio.run(decode, [(data, "file")])
+    except HTTPError as error:
+        return error.status, error.param
+    return clip.duration_s
