@@ -22,7 +22,7 @@ from omni_actors.config import Pipeline
 from omni_actors.errors import ConfigError
 from omni_actors.serve import logs
 from omni_actors.serve.logs import LogFormat
-from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
+from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, SSL_PASSWORD_VARIABLE, ServerSettings
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
 AT_LEAST_1 = click.IntRange(min=1)
@@ -89,6 +89,12 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 @click.option("--page/--no-page", default=None, help="Serve a page at /. By default only on a loopback address.")
 @click.option("--chaos", is_flag=True, help="Let the page kill, freeze and starve workers. Loopback addresses only.")
 @click.option("--exit-on-failed-stage", is_flag=True, help="Exit with code 1 when a stage is given up.")
+@click.option("--ssl-certfile", metavar="FILE", help="Speak TLS, with the certificate in this PEM file.")
+@click.option("--ssl-keyfile", metavar="FILE", help="Its private key, if that is in another file.")
+@click.option(
+    "--ssl-keyfile-password", envvar=SSL_PASSWORD_VARIABLE, show_envvar=True, help="The password of an encrypted key."
+)
+@click.option("--ssl-ca-certs", metavar="FILE", help="Accept clients only with a certificate that one of these signed.")
 @click.option("--access-log/--no-access-log", default=DEFAULTS.access_log, show_default=True, help="Log each request.")
 @click.option(
     "--log-format",
@@ -116,7 +122,8 @@ def serve_command(
     from omni_actors.serve.media.loader import MediaLoader  # the web stack, which other commands need not import
     from omni_actors.serve.server import serve
 
-    os.environ.pop(API_KEY_VARIABLE, None)  # the workers inherit the environment, and must not see the key
+    for secret in (API_KEY_VARIABLE, SSL_PASSWORD_VARIABLE):
+        os.environ.pop(secret, None)  # the workers inherit the environment, and must not see it
     try:
         settings = ServerSettings(**options)  # each other option has the name of a field
         media = MediaLoader(media_domains, media_folders)

@@ -13,7 +13,8 @@ Rules
    same one: process managers that signal a process and its group send two.
 4. With several pipelines, one that cannot load does not end the others: it is logged (``pipeline_failed``), /health
    shows it, and its stages are tried again. The server ends when none can load.
-5. Clients cannot use up the process's descriptors: the server reserves enough to restart every worker
+5. With TLS, SIGHUP loads the certificate again, for new connections.
+6. Clients cannot use up the process's descriptors: the server reserves enough to restart every worker
    (``http.descriptors``).
 """
 
@@ -37,6 +38,7 @@ from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError
 from omni_actors.log_events import LogEvent, PipelineFailed, ServerDraining, ServerListening, ServerReady, record
 from omni_actors.serve.app import build
+from omni_actors.serve.certificates import Certificates
 from omni_actors.serve.http.buffered_socket import SEND_TIMEOUT_S
 from omni_actors.serve.http.descriptors import DescriptorBudget
 from omni_actors.serve.http.listener import HTTPListener, SocketLost
@@ -89,10 +91,13 @@ async def serve(
     """
     if isinstance(config, str | Path | Pipeline):
         config = [configuration.load(config, overrides)]
+    certificates = None if settings.ssl_certfile is None else Certificates(settings)
     descriptors = DescriptorBudget.of_this_process()
     failure: OmniError | None = None
     async with trio.open_nursery() as nursery:
         stop: trio.Event = await nursery.start(_watch_signals) if handles_signals else trio.Event()
+        if certificates is not None and handles_signals:
+            await nursery.start(_reload_on_hangup, certificates)
         try:
             with _listening_socket(settings.host, settings.port) as sock:
                 if settings.api_key is None:
@@ -105,7 +110,9 @@ async def serve(
                         )
                         for pipeline in config
                     ]
-                    server = _Server(Pipelines(systems), settings, stop, announce, task_status=task_status)
+                    server = _Server(
+                        Pipelines(systems), settings, certificates, stop, announce, task_status=task_status
+                    )
                     reserved = sum(system.descriptors for system in systems)
                     most = descriptors.max_connections(settings.max_connections, reserved=reserved)
                     await server.run(sock, media or MediaLoader(), max_connections=most)
@@ -129,6 +136,14 @@ async def _watch_signals(task_status: trio.TaskStatus[trio.Event]) -> None:
             stop.set()
 
 
+async def _reload_on_hangup(certificates: Certificates, task_status: trio.TaskStatus[None]) -> None:
+    """Load the certificate again at each SIGHUP."""
+    with trio.open_signal_receiver(signal.SIGHUP) as signals:
+        task_status.started()
+        async for _ in signals:
+            certificates.reload()
+
+
 class _Server:
     """A listening server with its running pipelines."""
 
@@ -136,13 +151,14 @@ class _Server:
         self,
         pipelines: Pipelines,
         settings: ServerSettings,
+        certificates: Certificates | None,
         signalled: trio.Event,
         announce: Callable[[str], None] | None,
         *,
         task_status: trio.TaskStatus[str],
     ) -> None:
         self._pipelines, self._settings, self._signalled, self._announce = pipelines, settings, signalled, announce
-        self._task_status = task_status
+        self._certificates, self._task_status = certificates, task_status
         self._stop = trio.Event()
         """Set when the server accepts no more connections."""
         self._failed: set[str] = set()
@@ -153,7 +169,8 @@ class _Server:
     async def run(self, sock: socket.socket, media: MediaLoader, *, max_connections: int) -> None:
         """Serve on a listening socket until stopped. Raises CannotListen, StageFailed, StartTimedOut."""
         host, port, *_ = sock.getsockname()
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._certificates is None else "https"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         async with trio.open_nursery() as nursery:
             for system in self._pipelines.systems:
                 nursery.start_soon(self._watch_stages, system, url)
@@ -171,6 +188,7 @@ class _Server:
                 max_per_address=self._settings.max_connections_per_address,
                 max_body_bytes=self._settings.max_body_bytes,
                 max_message_bytes=self._settings.max_event_bytes,
+                tls=lambda: None if self._certificates is None else self._certificates.context,
             )
             self._report(ServerListening(url=url, pipeline=", ".join(self._pipelines.by_name)))
             try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
+SSL_PASSWORD_VARIABLE = "OMNI_ACTORS_SSL_KEYFILE_PASSWORD"
+"""The environment variable from which the command takes the password of the TLS key."""
 API_KEY_VARIABLE = "OMNI_ACTORS_API_KEY"
 """The environment variable from which the command takes the API key."""
 
@@ -43,6 +45,10 @@ class ServerSettings:
         otlp_endpoint: the URL of the OpenTelemetry collector (OTLP/HTTP) that receives traces. None: that of the
             environment, or no traces.
         access_log: whether to log each request.
+        ssl_certfile: a PEM file with the certificate of the server, which then speaks TLS only.
+        ssl_keyfile: a PEM file with its private key. None: the certificate's file has it.
+        ssl_keyfile_password: of an encrypted key.
+        ssl_ca_certs: a PEM file; every client must have a certificate that one of these has signed.
 
     Raises ValueError for a bad key, origin, host or endpoint. The attributes have the normalized ones.
     """
@@ -67,6 +73,10 @@ class ServerSettings:
     exit_on_failed_stage: bool = False
     otlp_endpoint: str | None = None
     access_log: bool = False
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = field(default=None, repr=False)
+    ssl_ca_certs: str | None = None
     page: bool | None = None
     chaos: bool = False
 
@@ -87,6 +97,8 @@ class ServerSettings:
             raise ValueError("--chaos lets the page end workers; it needs the page and a loopback address as --host")
         for name, value in normalized.items():
             object.__setattr__(self, name, value)
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password or self.ssl_ca_certs):
+            raise ValueError("the --ssl flags need --ssl-certfile")
         if self.allow_credentials and ANY_ORIGIN in self.allow_origins:
             raise ValueError("--allow-credentials would let every web page act for its users; name the origins")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -151,15 +152,15 @@ async def read_all(stream: trio.SocketStream) -> bytes:
 
 
 @asynccontextmanager
-async def listening(drain_s: float = 0.1) -> AsyncIterator[Server]:
-    """Four connections at a time, three of one address."""
+async def listening(drain_s: float = 0.1, tls: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
+    """Four connections at a time, three of one address. tls: the context of the server."""
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             with socket.create_server(("127.0.0.1", 0)) as sock:
                 running = Server(App(), sock.getsockname(), trio.Event())
                 limits = {"max_connections": 4, "max_per_address": 3, "max_body_bytes": MAX_BODY_BYTES}
                 limits["max_message_bytes"] = MAX_MESSAGE_BYTES
-                listener = HTTPListener(sock, running.app, running.registry, **limits)
+                listener = HTTPListener(sock, running.app, running.registry, tls=lambda: tls, **limits)
                 nursery.start_soon(listener.run, running.stop, drain_s, running.requests_were_ended.set)
                 yield running
                 running.stop.set()

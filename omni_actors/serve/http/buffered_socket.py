@@ -14,6 +14,7 @@ import re
 import socket
 import struct
 from contextlib import suppress
+from typing import ClassVar
 
 import trio
 
@@ -34,6 +35,9 @@ class ClientDisconnected(Exception):
 class BufferedSocket:
     """A connected socket. buffer: the bytes that were received and not used yet."""
 
+    scheme: ClassVar[str] = "http"
+    """Of the URLs under which clients reach it."""
+
     def __init__(self, sock: trio.socket.SocketType) -> None:
         self._socket = sock
         self.buffer = bytearray()
@@ -41,6 +45,9 @@ class BufferedSocket:
         """The size of the part of the buffer in which ``take_head`` found no blank line."""
         self.client: tuple[str, int] = sock.getpeername()[:2]
         self.server: tuple[str, int] = sock.getsockname()[:2]
+
+    async def handshake(self) -> None:
+        """Prepare the connection. Only TLS has something to do (``tls_socket``). Raises ClientDisconnected."""
 
     async def fill(self) -> bool:
         """Receive into the buffer. Return False if the client has closed its side. Raises ClientDisconnected."""

@@ -1,8 +1,9 @@
 """One connection: requests one after the other, each with its deadline, until either side closes.
 
 Rules
-1. The first head must arrive within ``HEAD_TIMEOUT_S`` of the accept, each further one within ``HEAD_TIMEOUT_S`` of its
-   first byte. No byte in between extends that. An idle connection is kept for ``IDLE_TIMEOUT_S``.
+1. The first head must arrive within ``HEAD_TIMEOUT_S`` of the accept, and the handshake of TLS too; each further head
+   within ``HEAD_TIMEOUT_S`` of its first byte. No byte in between extends that. An idle connection is kept for
+   ``IDLE_TIMEOUT_S``.
 2. A head has bounded size, and no control character for which h11 would need quadratic time, before h11 sees it.
 3. A request that is not valid HTTP gets a response with a status and OpenAI's error object. Then the connection closes.
 4. If the client may still be sending its request, the response is followed by a lingering close and not by a reset.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
+import ssl
 from email.utils import formatdate
 from http import HTTPStatus
 
@@ -23,6 +25,7 @@ from starlette.types import ASGIApp
 from omni_actors.serve.http.buffered_socket import BufferedSocket, ClientDisconnected
 from omni_actors.serve.http.errors import HTTPError, internal_error
 from omni_actors.serve.http.exchange import Exchange
+from omni_actors.serve.http.tls_socket import TLSSocket
 from omni_actors.serve.http.websocket import WebSocket, asks_for_websocket
 
 HEAD_TIMEOUT_S = 10.0
@@ -43,9 +46,15 @@ class Connection:
     """
 
     def __init__(
-        self, sock: trio.socket.SocketType, app: ASGIApp, *, max_body_bytes: int, max_message_bytes: int
+        self,
+        sock: trio.socket.SocketType,
+        app: ASGIApp,
+        *,
+        tls: ssl.SSLContext | None,
+        max_body_bytes: int,
+        max_message_bytes: int,
     ) -> None:
-        self._socket, self._app = BufferedSocket(sock), app
+        self._socket, self._app = BufferedSocket(sock) if tls is None else TLSSocket(sock, tls), app
         self._max_body_bytes, self._max_message_bytes = max_body_bytes, max_message_bytes
         self._idle = trio.CancelScope()
         """The scope of the wait for a request's first byte."""
@@ -97,7 +106,10 @@ class Connection:
     async def _serve(self) -> None:
         """Raises ClientDisconnected, HTTPError, h11.RemoteProtocolError, and what the application raises."""
         timeout_s = HEAD_TIMEOUT_S
-        accepted: float | None = trio.current_time()
+        began = trio.current_time()
+        accepted: float | None = began
+        if not await self._handshake(began + HEAD_TIMEOUT_S):
+            return
         while await self._wait_first_byte(timeout_s):
             head = await self._read_head((accepted or trio.current_time()) + HEAD_TIMEOUT_S)
             exchange = self._exchange = Exchange(
@@ -113,6 +125,14 @@ class Connection:
                     await self._socket.linger()
                 return
             timeout_s, accepted = IDLE_TIMEOUT_S, None
+
+    async def _handshake(self, deadline: float) -> bool:
+        """Return False if TLS is not ready in time. Until then the connection is idle. Raises ClientDisconnected."""
+        self.idle_since = trio.current_time()
+        with trio.CancelScope(deadline=deadline) as self._idle:
+            await self._socket.handshake()
+            return True
+        return False
 
     async def _wait_first_byte(self, timeout_s: float) -> bool:
         """Return whether a request begins. Raises ClientDisconnected."""

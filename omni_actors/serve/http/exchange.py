@@ -323,7 +323,7 @@ def _scope(request: h11.Request, sock: BufferedSocket) -> Scope:
         "asgi": {"version": "3.0", "spec_version": "2.5"},
         "http_version": "1.0" if request.http_version == b"1.0" else "1.1",
         "method": request.method.decode("ascii"),
-        "scheme": "http",
+        "scheme": sock.scheme,
         "path": unquote(target.decode("ascii")),
         "raw_path": target,
         "query_string": query,

@@ -4,8 +4,9 @@ Rules
 1. An exception in a connection closes that connection and writes one log record. The server continues.
 2. At the limit of all connections, the listener closes the connection that has been idle longest to make room for the
    new one; at the limit of one address, the longest idle one of that address. If none is idle, the listener answers
-   the new connection with 503 and closes it without reading. A lack of descriptors is logged once, and the listener
-   accepts again after a pause. If the listening socket itself is lost, the listener drains and raises SocketLost.
+   the new connection with 503 (with TLS, not at all) and closes it without reading. A lack of descriptors is logged
+   once, and the listener accepts again after a pause. If the listening socket itself is lost, the listener drains and
+   raises SocketLost.
 3. Shutdown is a deadline: the listener stops accepting and closes idle connections at once. Requests in progress have
    ``drain_s`` to end. Then ``end_requests`` ends them, they have ``ERROR_RESPONSE_S`` to send their errors, and all
    connections are closed.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -53,6 +55,7 @@ class HTTPListener:
         max_per_address: the limit of connections from one address.
         max_body_bytes: the largest size that a chunk of a request's body may declare.
         max_message_bytes: the limit of a message of a WebSocket.
+        tls: returns the TLS context of a new connection; None: without TLS.
     """
 
     def __init__(
@@ -65,9 +68,10 @@ class HTTPListener:
         max_per_address: int,
         max_body_bytes: int,
         max_message_bytes: int,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
         sock.setblocking(False)
-        self._socket, self._app = sock, app
+        self._socket, self._app, self._tls = sock, app, tls
         self._max_body_bytes, self._max_message_bytes = max_body_bytes, max_message_bytes
         self._max_connections, self._max_per_address = max_connections, max_per_address
         self._refused = prometheus_client.Counter(
@@ -136,13 +140,15 @@ class HTTPListener:
             sock.setblocking(False)
             if not self._make_room(address):
                 with sock, suppress(OSError):
-                    sock.send(error_response(_FULL))
+                    if self._tls() is None:
+                        sock.send(error_response(_FULL))
                     sock.shutdown(socket.SHUT_WR)
                 continue
             try:
                 connection = Connection(
                     trio.socket.from_stdlib_socket(sock),
                     self._app,
+                    tls=self._tls(),
                     max_body_bytes=self._max_body_bytes,
                     max_message_bytes=self._max_message_bytes,
                 )

@@ -65,7 +65,7 @@ class WebSocket:
         self._scope = {
             **{name: value for name, value in exchange.scope.items() if name != "method"},
             "type": "websocket",
-            "scheme": "ws",
+            "scheme": "wss" if sock.scheme == "https" else "ws",
             "subprotocols": subprotocols,
             "extensions": {"websocket.http.response": {}},
             DRAINING: self._draining,
