@@ -171,8 +171,10 @@ def convert(given: Any, type: type[_T], place: str) -> _T:
     except msgspec.ValidationError as error:
         refusal = from_validation(error, lambda _: ())
         if place:
-            refusal.message = f"{place}.{refusal.message}" if refusal.param else f"{place}: {refusal.message}"
-            refusal.param = f"{place}.{refusal.param}" if refusal.param else place
+            name = f"{place}.{refusal.param}" if refusal.param else place
+            message = refusal.message
+            refusal.message = message.replace(refusal.param, name, 1) if refusal.param else f"{name}: {message}"
+            refusal.param = name
         raise refusal from error
 
 

@@ -56,7 +56,11 @@ class Entry:
                 text = len(arguments)
             case FunctionCallOutput(output=output):
                 text = len(output)
-        return text + sum(len(recording.data) for recording in self.recordings.values())
+        return text + self.recorded_bytes
+
+    @property
+    def recorded_bytes(self) -> int:
+        return sum(len(recording.data) for recording in self.recordings.values())
 
     def retrieved(self) -> dict[str, Any]:
         """Return the item as it is sent to a client that retrieves it: with its recordings."""
@@ -83,7 +87,7 @@ class Conversation:
             if excess <= 0:
                 return
             if entry.recordings and entry.words_known.is_set() and entry.error is None:
-                excess -= sum(len(recording.data) for recording in entry.recordings.values())
+                excess -= entry.recorded_bytes
                 entry.recordings.clear()
         if excess > 0:
             message = f"the conversation has more than {self._max_bytes} bytes; delete items"

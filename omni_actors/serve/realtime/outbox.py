@@ -17,8 +17,8 @@ from starlette.websockets import WebSocket
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.items import new_id
 
-ROOM = 8
-"""A task waits while so many events are pending."""
+ROOM, ROOM_BYTES = 8, 256 * 1024
+"""A task waits while so many events, or characters of them, are pending."""
 
 
 class Outbox:
@@ -27,12 +27,16 @@ class Outbox:
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
         self._pending = deque[str]()
+        self._size = 0
+        """The characters of the pending events."""
         self._posted, self._sent = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
 
     def post(self, type: str, /, **fields: Any) -> None:
         """Send an event, after those that are pending."""
         event = {"type": type, "event_id": new_id("event"), **fields}
-        self._pending.append(msgspec.json.encode(event).decode())
+        text = msgspec.json.encode(event).decode()
+        self._pending.append(text)
+        self._size += len(text)
         self._posted.unpark_all()
 
     def post_error(self, error: HTTPError, event_id: str | None = None) -> None:
@@ -42,7 +46,7 @@ class Outbox:
     async def wait_room(self) -> None:
         """Wait until few events are pending."""
         await trio.lowlevel.checkpoint()
-        while len(self._pending) >= ROOM:
+        while len(self._pending) >= ROOM or self._size >= ROOM_BYTES:
             await self._sent.park()
 
     async def wait_sent(self) -> None:
@@ -55,7 +59,7 @@ class Outbox:
         while True:
             while self._pending:
                 await self._websocket.send_text(self._pending[0])
-                self._pending.popleft()
+                self._size -= len(self._pending.popleft())
                 self._sent.unpark_all()
             await self._posted.park()
 

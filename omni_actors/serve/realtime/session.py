@@ -94,7 +94,7 @@ class Session:
         self._conversation = Conversation(max_items=limits.max_items, max_bytes=limits.max_bytes)
         self._conversation_id = new_id("conv")
         self._input = InputAudio(limits.longest_turn_s)
-        self._transcriber = Transcriber(self._pipeline, self._outbox, limits.max_items)
+        self._transcriber = Transcriber(self._pipeline, self._outbox, limits.max_bytes)
         self._response: Response | None = None
         """The response in progress."""
         self._latest: Response | None = None
@@ -256,6 +256,7 @@ class Session:
         """Make the buffer, or what of it is before a position, an item. Raises HTTPError."""
         self._require_hearing()
         self._conversation.check_room(self._input.nbytes)
+        self._transcriber.check_room(self._input.nbytes)
         recording = self._input.commit(self._config.audio.input.format, until_ms)
         item = Message(id=item_id, role="user", content=[Part("input_audio")])
         entry = Entry(item, {0: recording})
@@ -280,6 +281,7 @@ class Session:
         item.status = "completed"
         entry = Entry(item, await self._recordings(item))
         self._conversation.check_room(entry.nbytes)
+        self._transcriber.check_room(entry.recorded_bytes)
         before = self._conversation.insert(entry, after)
         self._announce(entry, before)
         self._transcribe(entry)

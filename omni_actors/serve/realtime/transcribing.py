@@ -1,4 +1,7 @@
-"""Write down what the user says: one recording of a session after the other."""
+"""Write down what the user says: one recording of a session after the other.
+
+A recording that waits is kept, also if its item is deleted. So the recordings that wait have a bound of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,49 @@ import trio
 
 from omni_actors.errors import OmniError
 from omni_actors.serve.api.errors import to_http_error
+from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.conversation import Entry
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import Message
 from omni_actors.serve.realtime.outbox import Outbox, error_object
 from omni_actors.serve.realtime.pipeline import SessionPipeline
 
+MOST_WAITING = 64
 _EVENT = "conversation.item.input_audio_transcription"
 
 
 class Transcriber:
-    """Transcribes the recordings of one session. Its queue has at most the items of the conversation.
+    """Transcribes the recordings of one session.
 
     Args:
         pipeline: hears the recordings.
         outbox: receives the events about recordings whose words the client asked for.
-        most: the most recordings that wait.
+        max_bytes: the most bytes of recordings that wait.
     """
 
-    def __init__(self, pipeline: SessionPipeline, outbox: Outbox, most: int) -> None:
-        self._pipeline, self._outbox = pipeline, outbox
-        self._queue, self._queued = trio.open_memory_channel[tuple[Entry, bool, dict[str, Any]]](most)
+    def __init__(self, pipeline: SessionPipeline, outbox: Outbox, max_bytes: int) -> None:
+        self._pipeline, self._outbox, self._max_bytes = pipeline, outbox, max_bytes
+        self._queue, self._queued = trio.open_memory_channel[tuple[Entry, bool, dict[str, Any]]](MOST_WAITING)
+        self._waiting_bytes = 0
+
+    def check_room(self, size: int) -> None:
+        """Refuse an entry with ``size`` bytes of recordings if too much waits. Raises HTTPError."""
+        if (
+            self._queued.statistics().current_buffer_used < MOST_WAITING
+            and self._waiting_bytes + size <= self._max_bytes
+        ):
+            return
+        raise HTTPError(429, "too many recordings wait for their transcripts", code="transcription_backlog")
 
     def add(self, entry: Entry, *, is_asked: bool, params: dict[str, Any]) -> None:
-        """Transcribe an entry's recordings. is_asked: whether the client receives the words. Raises trio.WouldBlock."""
+        """Transcribe an entry's recordings, for which there is room. is_asked: whether the client gets the words."""
+        self._waiting_bytes += entry.recorded_bytes
         self._queue.send_nowait((entry, is_asked, params))
 
     async def run(self) -> None:
         """Transcribe until cancelled."""
         async for entry, is_asked, params in self._queued:
+            size = entry.recorded_bytes
             for index, recording in list(entry.recordings.items()):
                 await self._outbox.wait_room()
                 try:
@@ -46,6 +63,7 @@ class Transcriber:
                     if is_asked:
                         place = {"item_id": entry.item.id, "content_index": index}
                         self._outbox.post(f"{_EVENT}.failed", **place, error=error_object(to_http_error(error)))
+            self._waiting_bytes -= size
             entry.words_known.set()
 
     async def _transcribe(

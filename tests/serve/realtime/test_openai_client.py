@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.support.http_server import NO_TLS, Server, Start
+from tests.support.realtime import session
 
 # The client calls websockets in a way that its newest version deprecates.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
@@ -68,8 +69,8 @@ CITY: Any = {
 def test_a_function_is_called_and_its_result_taken(writer: Server) -> None:
     """The model has random weights. So the choice is made for it, and what it writes follows the schema."""
     with writer.openai() as client, client.realtime.connect(model="writer") as connection:
-        session: Any = {"type": "realtime", "tools": [CITY], "tool_choice": {"type": "function", "name": "weather"}}
-        connection.session.update(session=session)
+        config: Any = {"type": "realtime", "tools": [CITY], "tool_choice": {"type": "function", "name": "weather"}}
+        connection.session.update(session=config)
         connection.conversation.item.create(
             item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Is it warm in Rome?"}]}
         )
@@ -99,6 +100,20 @@ def test_a_function_is_called_and_its_result_taken(writer: Server) -> None:
             if event.type == "response.done":
                 assert event.response.status in ("completed", "incomplete"), event.response.status_details
                 break
+
+
+def test_a_conversation_that_is_too_long_for_the_model(writer: Server) -> None:
+    """Its context has 512 tokens."""
+    with session(writer) as talk:
+        for _ in range(6):
+            talk.ask("word " * 40)
+        talk.send("session.update", session={"truncation": "disabled"})
+        assert talk.receive()["type"] == "session.updated"
+        failed = talk.respond(max_output_tokens=4)[-1]["response"]
+        assert failed["status_details"]["error"]["code"] == "context_length_exceeded"
+        talk.send("session.update", session={"truncation": "auto"})
+        talk.receive()
+        assert talk.respond(max_output_tokens=4)[-1]["response"]["status"] in ("completed", "incomplete")
 
 
 def test_a_wrong_key_is_an_error_of_the_client(start: Start) -> None:

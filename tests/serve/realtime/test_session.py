@@ -239,6 +239,17 @@ def test_what_is_no_event_is_an_error(talk: Session, text: str) -> None:
     talk.ask("still there")
 
 
+def test_the_place_of_a_mistake_deep_in_an_update(talk: Session) -> None:
+    error = talk.error("session.update", session={"tools": [{"type": "function"}]})
+    assert (error["param"], error["message"]) == (
+        "session.tools[0].name",
+        "missing required parameter 'session.tools[0].name'",
+    )
+    error = talk.error("session.update", session={"audio": {"output": {"speed": 9}}})
+    assert error["param"] == "session.audio.output.speed"
+    assert error["message"].startswith("session.audio.output.speed: ")
+
+
 def test_a_binary_frame_ends_the_session(talk: Session) -> None:
     talk.websocket.send(b"\0")
     with pytest.raises(ConnectionClosed) as caught:

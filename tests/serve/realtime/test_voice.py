@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import re
+import signal
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,8 @@ import pytest
 import soundfile
 import soxr
 
-from tests.support.http_server import Api
-from tests.support.realtime import check_event
+from tests.support.http_server import Api, Start
+from tests.support.realtime import check_event, session
 
 pytestmark = [
     pytest.mark.voice,
@@ -80,8 +82,8 @@ def test_telephone_sound(voice: Api, question: np.ndarray[Any, Any]) -> None:
     law: Any = {"format": {"type": "audio/pcmu"}}
     with voice.openai() as client, client.realtime.connect(model="voice") as connection:
         transcription = {"transcription": {"model": "whisper-1"}}
-        session: Any = {"type": "realtime", "audio": {"input": {**law, **transcription}, "output": law}}
-        connection.session.update(session=session)
+        config: Any = {"type": "realtime", "audio": {"input": {**law, **transcription}, "output": law}}
+        connection.session.update(session=config)
         words, answer, _ = ask(connection, file.getvalue())
         assert "Paris" in words
         assert 1 < len(answer) / 8000 < 10
@@ -116,3 +118,24 @@ def _wav(pcm: bytes) -> bytes:
     file = io.BytesIO()
     soundfile.write(file, np.frombuffer(pcm, "<i2"), 24000, format="WAV")
     return file.getvalue()
+
+
+@pytest.mark.parametrize("stage", ["llm", "vocoder"])
+def test_a_stage_that_is_killed_while_it_speaks_does_not_end_the_answer(start: Start, stage: str) -> None:
+    text = "Tell me a short story about the sea."
+    with start(config="voice") as server, session(server) as talk:
+        answers = []
+        for is_killed in (False, True):
+            item = talk.ask(text)
+            talk.send("response.create", response={"conversation": "none"})
+            events = talk.until("response.output_audio.delta")
+            if is_killed:
+                os.kill(server.pid_of(stage), signal.SIGKILL)
+            events += talk.until("response.done")
+            assert events[-1]["response"]["status"] == "completed"
+            deltas = [event["delta"] for event in events if event["type"] == "response.output_audio.delta"]
+            answers.append((events[-1]["response"]["output"][0]["content"], sum(map(len, deltas))))
+            talk.send("conversation.item.delete", item_id=item["id"])
+            talk.receive()
+        assert answers[0] == answers[1]
+        assert server.http.get("/health").json()["stages"][stage][0]["restarts"] == 1
