@@ -150,6 +150,24 @@ def test_a_response_out_of_the_conversation_with_its_own_input(talk: Session) ->
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == "kept" * 3
 
 
+def test_recordings_come_as_items_too_and_a_response_may_refer_to_them(talk: Session) -> None:
+    parts = [{"type": "input_audio", "audio": sound(0.5)}, {"type": "input_text", "text": "and more"}]
+    talk.send("conversation.item.create", item={"type": "message", "role": "user", "content": parts})
+    item = talk.until("conversation.item.done")[-1]["item"]
+    talk.ask("later")
+    events = talk.respond(**TEXT, conversation="none", input=[{"type": "item_reference", "id": item["id"]}])
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "0.5 s at 24000 Hz\nand more" * 3
+    talk.send("conversation.item.retrieve", item_id=item["id"])
+    assert talk.receive()["item"]["content"][0] == {**parts[0], "transcript": "0.5 s at 24000 Hz"}
+    short = {"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": sound(0.05)}]}
+    assert talk.error("conversation.item.create", item=short)["code"] == "input_audio_buffer_commit_empty"
+    wrong = {"type": "message", "role": "assistant", "content": parts}
+    assert talk.error("conversation.item.create", item=wrong)["param"] == "item.content[0].type"
+    system = {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "Be brief."}]}
+    talk.send("conversation.item.create", item=system)
+    assert talk.until("conversation.item.done")[-1]["item"]["role"] == "system"
+
+
 def test_a_spoken_answer_is_paced_cancelled_and_truncated(talk: Session) -> None:
     talk.ask("word " * 100)  # 30 s of sound
     talk.send("response.create")
@@ -323,7 +341,13 @@ def test_a_dead_stage_fails_a_response_and_a_drain_ends_sessions_with_1001(start
 
 
 def test_a_pipeline_without_speech_answers_in_text(start: Start) -> None:
-    with start(config="echo") as server, session(server) as talk:
+    """The server has no key, so it refuses the pages of other origins."""
+    with start("--allow-host", "127.0.0.1", config="echo") as server, session(server) as talk:
+        url = f"ws://127.0.0.1:{server.port}/v1/realtime"
+        for options, status in (({"origin": "https://x.example"}, 403), ({"additional_headers": {"host": "x"}}, 421)):
+            with pytest.raises(InvalidStatus) as caught, connect(url, **options):
+                pass
+            assert caught.value.response.status_code == status
         assert talk.error("input_audio_buffer.append", audio="AAAA")["code"] == "unsupported_input"
         talk.ask("hello")
         events = talk.respond(**TEXT)

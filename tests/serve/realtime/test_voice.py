@@ -127,12 +127,12 @@ def test_a_stage_that_is_killed_while_it_speaks_does_not_end_the_answer(start: S
         answers = []
         for is_killed in (False, True):
             item = talk.ask(text)
-            talk.send("response.create", response={"conversation": "none"})
+            talk.send("response.create", response={"conversation": "none", "max_output_tokens": 40})
             events = talk.until("response.output_audio.delta")
             if is_killed:
                 os.kill(server.pid_of(stage), signal.SIGKILL)
             events += talk.until("response.done")
-            assert events[-1]["response"]["status"] == "completed"
+            assert events[-1]["response"]["status"] in ("completed", "incomplete")
             deltas = [event["delta"] for event in events if event["type"] == "response.output_audio.delta"]
             answers.append((events[-1]["response"]["output"][0]["content"], sum(map(len, deltas))))
             talk.send("conversation.item.delete", item_id=item["id"])
