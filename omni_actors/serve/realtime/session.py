@@ -3,11 +3,11 @@
 Rules
 1. A bad event changes nothing. It is answered with an ``error`` event that names it, and the session goes on. Only a
    binary frame (1003) and what breaks the framing end it.
-2. There is one response at a time. It runs in a task of its own, so that events are taken meanwhile.
+2. A response runs in a task of its own, so that events are taken meanwhile (``responses``).
 3. Everything that a client can make grow has a bound in ``SessionLimits``.
 4. The session ends with an ``error`` event and close code 1000 when its time is over, and with 1001 when the server
    drains and no response is in progress.
-5. Sound of the user arrives in ``_take_sound`` alone, and a response is cut in ``_cut`` alone.
+5. Sound of the user arrives in ``_take_sound`` alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from omni_actors.errors import OmniError
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.api.tools import arguments_object
-from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
+from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.media.base64_data import from_base64
 from omni_actors.serve.realtime import events
 from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, to_wire, updated
@@ -42,7 +42,8 @@ from omni_actors.serve.realtime.items import (
 from omni_actors.serve.realtime.outbox import Outbox
 from omni_actors.serve.realtime.pipeline import SessionPipeline
 from omni_actors.serve.realtime.request import Request
-from omni_actors.serve.realtime.responding import CancelReason, Response
+from omni_actors.serve.realtime.responding import Response
+from omni_actors.serve.realtime.responses import Responses
 from omni_actors.serve.realtime.transcribing import Transcriber
 from omni_actors.serve.realtime.turn_taking import TurnTaking, can_detect, open_turn_taking
 from omni_actors.system import OmniSystem
@@ -92,13 +93,9 @@ class Session:
         self._expires = int(time.time() + limits.duration_s)
         self._outbox = Outbox(websocket)
         self._conversation = Conversation(max_items=limits.max_items, max_bytes=limits.max_bytes)
-        self._conversation_id = new_id("conv")
         self._input = InputAudio(limits.longest_turn_s)
         self._transcriber = Transcriber(self._pipeline, self._outbox, limits.max_bytes)
-        self._response: Response | None = None
-        """The response in progress."""
-        self._latest: Response | None = None
-        """The newest response, which the client may be playing still."""
+        self._responses = Responses(self._pipeline, self._outbox, self._conversation)
         self._turns: TurnTaking | None = None
         """Finds the turns of the user; None if the client marks them."""
         self._nursery: trio.Nursery | None = None
@@ -131,8 +128,8 @@ class Session:
     async def _watch_drain(self) -> None:
         """End the session when the server drains and no response is in progress."""
         await self._draining.wait()
-        while self._response is not None:
-            await self._response.done.wait()
+        while (response := self._responses.current) is not None:
+            await response.done.wait()
         await self._outbox.wait_sent()
         self._end(GOING_AWAY)
 
@@ -179,7 +176,7 @@ class Session:
             case events.ItemCreate(item=item, previous_item_id=after):
                 await self._create(item, after)
             case events.ItemTruncate(item_id=id, audio_end_ms=end_ms):
-                await self._truncate(id, end_ms)
+                await self._responses.truncate(id, end_ms)
             case events.ItemDelete(item_id=id):
                 self._conversation.delete(id)
                 self._outbox.post("conversation.item.deleted", item_id=id)
@@ -188,9 +185,9 @@ class Session:
             case events.ResponseCreate(response=asked):
                 self._respond(asked or ResponseParams())
             case events.ResponseCancel(response_id=id):
-                await self._cancel(id)
+                await self._responses.cancel(id)
             case events.OutputAudioClear():
-                await self._clear_output()
+                await self._responses.clear_sound()
 
     # the session
 
@@ -311,90 +308,34 @@ class Session:
         for name in ("added", "done"):
             self._outbox.post(f"conversation.item.{name}", previous_item_id=before, item=wire(entry.item))
 
-    async def _truncate(self, id: str, audio_end_ms: int) -> None:
-        """Raises HTTPError."""
-        entry = self._conversation.find(id)
-        if self._response is not None and self._response.message is entry:
-            await self._cut("client_cancelled")
-        self._conversation.truncate(id, audio_end_ms)
-        self._outbox.post("conversation.item.truncated", item_id=id, content_index=0, audio_end_ms=audio_end_ms)
+    # what turn taking asks
+
+    def is_playing(self) -> bool:
+        """Return whether an answer is computed or, at a client that plays it at once, played."""
+        return self._responses.is_playing()
+
+    def respond_to_turn(self) -> None:
+        """Begin a response, unless one is in progress. Raises HTTPError."""
+        if self._responses.current is None:
+            self._respond(ResponseParams())
+
+    async def interrupt(self) -> None:
+        """Cut the answer because the user speaks, and keep of it what was played. Raises HTTPError."""
+        await self._responses.interrupt()
 
     # responses
 
     def _respond(self, asked: ResponseParams) -> None:
         """Begin a response. Raises HTTPError."""
-        if self._response is not None:
-            message = f"the response {self._response.id} is in progress; wait for it, or cancel it"
-            raise bad_request(message, None, "conversation_already_has_active_response")
         self._check_modalities(asked.applied_to(self._config), "response.")
-        request = Request(self._config, asked, self._pipeline.system.pipeline, self._params)
-        is_apart = asked.conversation == "none"
-        if not is_apart:
-            self._conversation.check_room()
-            request.head["conversation_id"] = self._conversation_id
-        entries = self._conversation.entries if asked.input is None else [self._given(each) for each in asked.input]
-        conversation = None if is_apart else self._conversation
-        response = Response(self._pipeline, self._outbox, conversation, request=request, entries=entries)
-        self._response = self._latest = response
+        for item in asked.input or ():
+            if not isinstance(item, ItemReference):
+                self._check_tools(item)
+        response = self._responses.begin(self._config, asked, self._params)
         assert self._nursery is not None
-        self._nursery.start_soon(self._run_response, self._response)
-
-    def _given(self, item: Item | ItemReference) -> Entry:
-        """Return the entry of an item in a response's input. Raises HTTPError."""
-        if isinstance(item, ItemReference):
-            return self._conversation.find(item.id, "response.input")
-        check_item(item, "response.input")
-        self._check_tools(item)
-        if isinstance(item, Message) and any(part.type == "input_audio" for part in item.content):
-            message = "response.input: recordings come from the conversation; accepted: text and 'item_reference'"
-            raise bad_request(message, "response.input", "unsupported_input")
-        return Entry(item)
+        self._nursery.start_soon(self._run_response, response)
 
     async def _run_response(self, response: Response) -> None:
-        await response.run()
-        self._response = None
-        response.done.set()
+        await self._responses.run(response)
         if self._turns is not None:
             self._turns.expect_speech(response.pacer.unplayed_s(trio.current_time()))
-
-    def is_playing(self) -> bool:
-        """Return whether an answer is computed or, at a client that plays it at once, played."""
-        return self._latest is not None and (
-            self._response is not None or self._latest.pacer.unplayed_s(trio.current_time()) > 0
-        )
-
-    def respond_to_turn(self) -> None:
-        """Begin a response, unless one is in progress. Raises HTTPError."""
-        if self._response is None:
-            self._respond(ResponseParams())
-
-    async def interrupt(self) -> None:
-        """Cut the answer because the user speaks, and keep of it what was played. Raises HTTPError."""
-        if (response := self._latest) is None:
-            return
-        played_ms = int(1000 * response.pacer.played_s(trio.current_time()))
-        if self._response is not None:
-            await self._cut("turn_detected")
-        entry, self._latest = response.message, None
-        if entry is not None and entry in self._conversation.entries and entry.sent_s:
-            await self._truncate(entry.item.id, played_ms)
-
-    async def _cancel(self, id: str | None) -> None:
-        """Raises HTTPError."""
-        if self._response is None or id not in (None, self._response.id):
-            which = "no response is in progress" if id is None else f"the response {quote_value(id)} is not in progress"
-            raise bad_request(which, "response_id", "response_cancel_not_active")
-        await self._cut("client_cancelled")
-
-    async def _clear_output(self) -> None:
-        """Drop the sound that has not left. Raises HTTPError."""
-        if (response := self._response) is None:
-            raise bad_request("no response is in progress, so no sound waits", None, "output_audio_buffer_empty")
-        await self._cut("client_cancelled")
-        self._outbox.post("output_audio_buffer.cleared", response_id=response.id)
-
-    async def _cut(self, reason: CancelReason) -> None:
-        """End the response in progress, and wait until its last events are posted."""
-        assert self._response is not None
-        self._response.cancel(reason)
-        await self._response.done.wait()

@@ -120,6 +120,7 @@ def _wav(pcm: bytes) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.timeout(400)  # the pipeline and the stage load in it
 @pytest.mark.parametrize("stage", ["llm", "vocoder"])
 def test_a_stage_that_is_killed_while_it_speaks_does_not_end_the_answer(start: Start, stage: str) -> None:
     text = "Tell me a short story about the sea."

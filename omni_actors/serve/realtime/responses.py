@@ -1,0 +1,117 @@
+"""The responses of one session.
+
+Rules
+1. There is one response at a time.
+2. A response is cut in ``_cut`` alone. What follows in the conversation comes after its last events.
+3. The newest response may be played at the client after its end. It counts as played at once, as it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import trio
+
+from omni_actors.serve.http.errors import bad_request, quote_value
+from omni_actors.serve.realtime.config import ResponseParams, SessionConfig
+from omni_actors.serve.realtime.conversation import Conversation, Entry
+from omni_actors.serve.realtime.items import Item, ItemReference, Message, check_item, new_id
+from omni_actors.serve.realtime.outbox import Outbox
+from omni_actors.serve.realtime.pipeline import SessionPipeline
+from omni_actors.serve.realtime.request import Request
+from omni_actors.serve.realtime.responding import CancelReason, Response
+
+
+class Responses:
+    """The responses of one session. current: the one in progress."""
+
+    def __init__(self, pipeline: SessionPipeline, outbox: Outbox, conversation: Conversation) -> None:
+        self._pipeline, self._outbox, self._conversation = pipeline, outbox, conversation
+        self._conversation_id = new_id("conv")
+        self.current: Response | None = None
+        self._latest: Response | None = None
+        """The newest response, unless it was interrupted."""
+
+    def begin(self, config: SessionConfig, asked: ResponseParams, params: Mapping[str, Any]) -> Response:
+        """Return a new response, for ``run``. Raises HTTPError.
+
+        Args:
+            config: the session's configuration.
+            asked: what the response changes in it.
+            params: parameters of the engines.
+        """
+        if self.current is not None:
+            message = f"the response {self.current.id} is in progress; wait for it, or cancel it"
+            raise bad_request(message, None, "conversation_already_has_active_response")
+        request = Request(config, asked, self._pipeline.system.pipeline, params)
+        is_apart = asked.conversation == "none"
+        if not is_apart:
+            self._conversation.check_room()
+            request.head["conversation_id"] = self._conversation_id
+        entries = self._conversation.entries if asked.input is None else [self._given(each) for each in asked.input]
+        conversation = None if is_apart else self._conversation
+        self.current = self._latest = Response(
+            self._pipeline, self._outbox, conversation, request=request, entries=entries
+        )
+        return self.current
+
+    async def run(self, response: Response) -> None:
+        """Run a response to its end. Cancellation ends its requests, and sends nothing more."""
+        await response.run()
+        self.current = None
+        response.done.set()
+
+    def is_playing(self) -> bool:
+        """Return whether an answer is computed or, at a client that plays it at once, played."""
+        if self.current is not None:
+            return True
+        return self._latest is not None and self._latest.pacer.unplayed_s(trio.current_time()) > 0
+
+    async def cancel(self, id: str | None) -> None:
+        """End the response in progress. id: its identifier, or None. Raises HTTPError."""
+        if self.current is None or id not in (None, self.current.id):
+            which = "no response is in progress" if id is None else f"the response {quote_value(id)} is not in progress"
+            raise bad_request(which, "response_id", "response_cancel_not_active")
+        await self._cut(self.current, "client_cancelled")
+
+    async def clear_sound(self) -> None:
+        """Drop the sound that has not left. Raises HTTPError."""
+        if (response := self.current) is None:
+            raise bad_request("no response is in progress, so no sound waits", None, "output_audio_buffer_empty")
+        await self._cut(response, "client_cancelled")
+        self._outbox.post("output_audio_buffer.cleared", response_id=response.id)
+
+    async def truncate(self, id: str, audio_end_ms: int) -> None:
+        """Keep of a spoken answer what was heard in so many milliseconds. Raises HTTPError."""
+        entry = self._conversation.find(id)
+        if self.current is not None and self.current.message is entry:
+            await self._cut(self.current, "client_cancelled")
+        self._conversation.truncate(id, audio_end_ms)
+        self._outbox.post("conversation.item.truncated", item_id=id, content_index=0, audio_end_ms=audio_end_ms)
+
+    async def interrupt(self) -> None:
+        """Cut the answer because the user speaks, and keep of it what was played. Raises HTTPError."""
+        if (response := self._latest) is None:
+            return
+        played_ms = int(1000 * response.pacer.played_s(trio.current_time()))
+        if response is self.current:
+            await self._cut(response, "turn_detected")
+        entry, self._latest = response.message, None
+        if entry is not None and entry in self._conversation.entries and entry.sent_s:
+            await self.truncate(entry.item.id, played_ms)
+
+    def _given(self, item: Item | ItemReference) -> Entry:
+        """Return the entry of an item in a response's input. Raises HTTPError."""
+        if isinstance(item, ItemReference):
+            return self._conversation.find(item.id, "response.input")
+        check_item(item, "response.input")
+        if isinstance(item, Message) and any(part.type == "input_audio" for part in item.content):
+            message = "response.input: recordings come from the conversation; accepted: text and 'item_reference'"
+            raise bad_request(message, "response.input", "unsupported_input")
+        return Entry(item)
+
+    async def _cut(self, response: Response, reason: CancelReason) -> None:
+        """End the response in progress, and wait until its last events are posted."""
+        response.cancel(reason)
+        await response.done.wait()
