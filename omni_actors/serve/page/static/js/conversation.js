@@ -4,6 +4,7 @@ import { call, events, fromBase64 } from "./api.js";
 import { Player } from "./sound.js";
 import { Store } from "./store.js";
 
+const TAIL_S = 0.4; // an answer of which less is left counts as heard
 const KEPT = 10; // earlier messages that a question brings along
 
 // messages: {id, role, text, state, player, pictures, error}. lastCall: the latest request, for "the same call".
@@ -26,8 +27,8 @@ export function changed(message, fields = {}) {
 export function stopAnswer() {
   const playing = talk.value.messages.filter((each) => each.player?.isPlaying);
   for (const each of playing) {
+    if (each.player.received - each.player.played > TAIL_S) each.state = "stopped";
     each.player.stop();
-    each.state = "stopped";
   }
   const wasRunning = running !== null;
   running?.abort();

@@ -77,6 +77,7 @@ class Session {
         heard.speech.push([audioContext().currentTime, null]);
         voice.update({ isSpeaking: true });
         this.interrupt({ cancels: false });
+        stopAnswer();
         break;
       case "input_audio_buffer.speech_stopped":
         if (heard.speech.length) heard.speech.at(-1)[1] = audioContext().currentTime;
@@ -189,6 +190,7 @@ export async function hold(model) {
   sentMs = 0;
   voice.update({ isHeld: true, sentS: 0 });
   session?.interrupt({ cancels: true });
+  stopAnswer();
   session?.send("input_audio_buffer.clear");
   heard.speech.push([audioContext().currentTime, null]);
 }
