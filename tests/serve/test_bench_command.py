@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -128,15 +129,24 @@ def test_an_answer_that_breaks_off_is_an_error_of_its_kind(breaking_server: str)
 
 def test_the_generator_measures_itself(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    result = invoke(
-        "--self-test", *FEW, "--max-tokens", "4", "--speak", "--json", str(file), "--plot", str(tmp_path / "plot.svg")
-    )
+    result = invoke("--self-test", *FEW, "--max-tokens", "4", "--speak", "--json", str(file))
     assert (result.exit_code, result.stderr) == (0, "")
     found = json.loads(file.read_bytes())
     assert found["figures"]["delay"]["count"] == 3 * (2 * 4 + 1)
     assert found["figures"]["delay"]["minimum"] >= 0
     assert found["figures"]["tpot"]["count"] == 3
     assert found["generator_cpu_s_per_request"] > 0
+
+
+def test_a_plot_needs_matplotlib_and_says_so_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--self-test", *FEW, "--max-tokens", "2", "--plot", str(tmp_path / "plot.svg"))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        assert "pip install 'omni-actors[bench]'" in result.stderr
+    pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
+    assert invoke(*arguments).exit_code == 0
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 

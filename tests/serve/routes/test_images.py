@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from omni_actors.cli import main
 from tests.support.hostile_pictures import bomb
 from tests.support.http_server import Server, Start
 
@@ -370,3 +373,12 @@ def test_a_model_draws_and_edits(start: Start, tmp_path: Path) -> None:
                 client.images.generate(**{**asked, **wrong})
             assert refused.value.param == param
         server.wait_metric("omni_requests_in_flight", 0)
+
+
+def test_bench_loads_the_route(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    size = ("--extra", '{"size": "32x32"}')
+    arguments = ["--url", server.url, "--endpoint", "images", "--requests", "2", "--warmup", "0", *size]
+    result = CliRunner().invoke(main, ["bench", *arguments, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(file.read_bytes())["figures"]["e2e"]["count"] == 2
