@@ -8,7 +8,9 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.requests import Request
@@ -32,6 +34,11 @@ from omni_actors.serve.routes.response_input import chat_request, messages_of
 
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 """The names of fields in this API, by those of the chat API."""
+_PART = re.compile(
+    r"(?:(?P<image>\.image_url\.url)|(?P<arguments>\.tool_calls\[\d+\]\.function\.arguments)|(?P<calls>\.tool_calls))$"
+)
+_PARTS = {"image": ".image_url", "arguments": ".arguments", "calls": ".type"}
+"""The ends of names that differ, and what they are in this API."""
 
 
 async def create(request: Request) -> Response:
@@ -47,9 +54,10 @@ async def create(request: Request) -> Response:
     messages += [("previous_response_id", message) for message in history] + placed
     asked = chat_request(body, [message for _, message in messages])
     params |= {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
-    completion, generations = await chat.begin(
-        request, system, asked, params, [param for param, _ in messages], "resp_", _NAMES
-    )
+    with _naming_items():
+        completion, generations = await chat.begin(
+            request, system, asked, params, [param for param, _ in messages], "resp_", _NAMES
+        )
     answer = ResponseAnswer(body, completion)
 
     def keep() -> None:
@@ -69,6 +77,19 @@ async def create(request: Request) -> Response:
             async for _ in pieces:
                 pass
             return responses.WholeResponse(generations, responses.JSONResponse(answer.object()))
+
+
+@contextmanager
+def _naming_items() -> Iterator[None]:
+    """Let an error about a part of a message leave the block as one about the item's own field."""
+    try:
+        yield
+    except HTTPError as error:
+        found = _PART.search(error.param or "")
+        if error.param is None or found is None:
+            raise
+        param = error.param[: found.start()] + _PARTS[found.lastgroup or ""]
+        raise bad_request(error.message.replace(error.param, param), param, error.code) from error
 
 
 def _require_possible(body: ResponsesRequest) -> None:

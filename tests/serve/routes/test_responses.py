@@ -227,8 +227,9 @@ def test_a_failure_after_the_first_output_ends_the_stream_with_an_event(start: S
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
-            "input[0].content[0].image_url.url",
+            "input[0].content[0].image_url",
         ),
+        ({"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].role"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
@@ -249,6 +250,13 @@ def test_what_is_refused(studio: Server, changes: dict[str, Any], param: str) ->
     answer = studio.http.post("/v1/responses", json={"model": "studio", "input": "hello", **changes})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_arguments_of_a_call_that_are_not_json_are_refused_by_their_place(author: openai.OpenAI) -> None:
+    call = {"type": "function_call", "call_id": "x", "name": "weather", "arguments": "{"}
+    with pytest.raises(openai.BadRequestError) as caught:
+        write(author, input=[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}, call])
+    assert caught.value.param == "input[1].arguments", "the call belongs to the message before it"
 
 
 def test_a_store_keeps_the_newest_responses_within_its_bounds() -> None:
