@@ -111,7 +111,12 @@ async def serve(
                         for pipeline in config
                     ]
                     server = _Server(
-                        Pipelines(systems), settings, certificates, stop, announce, task_status=task_status
+                        Pipelines(systems),
+                        settings,
+                        certificates=certificates,
+                        signalled=stop,
+                        announce=announce,
+                        task_status=task_status,
                     )
                     reserved = sum(system.descriptors for system in systems)
                     most = descriptors.max_connections(settings.max_connections, reserved=reserved)
@@ -151,10 +156,10 @@ class _Server:
         self,
         pipelines: Pipelines,
         settings: ServerSettings,
+        *,
         certificates: Certificates | None,
         signalled: trio.Event,
         announce: Callable[[str], None] | None,
-        *,
         task_status: trio.TaskStatus[str],
     ) -> None:
         self._pipelines, self._settings, self._signalled, self._announce = pipelines, settings, signalled, announce
