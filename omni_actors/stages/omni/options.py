@@ -1,6 +1,6 @@
 """The options and request parameters that thinkers and talkers of omni models share.
 
-A thinker is the part of an omni model that reads all input and writes text; its options are ``TextOptions``.
+A thinker is the part of an omni model that reads all input and writes text; its options are ``SplitOptions``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options of Qwen3-Omni's codec decoder. ``omni.options`` has the talker's, ``TextOptions`` are the thinker's."""
+"""The options of Qwen3-Omni's codec decoder. ``omni.options`` has the talker's, ``SplitOptions`` are the thinker's."""
 
 from __future__ import annotations
 
