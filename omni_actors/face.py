@@ -25,7 +25,7 @@ from omni_actors.generations import Generations
 from omni_actors.iterators import for_trio
 from omni_actors.metrics import Metrics
 from omni_actors.outputs import Answer
-from omni_actors.system import Freed, Health, OmniSystem, batch
+from omni_actors.system import Freed, Health, LiveState, OmniSystem, batch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,6 +125,11 @@ class Face:
     def health(self) -> Health:
         """Return the state of the system."""
         return self.background.call(OmniSystem.health)
+
+    @like(OmniSystem.live_state)
+    def live_state(self) -> LiveState:
+        """Return what happens in the system now."""
+        return self.background.call(OmniSystem.live_state)
 
     list_loras = at_once(OmniSystem.list_loras)
 

@@ -101,6 +101,7 @@ def test_the_state_is_that_of_the_system(omni: Omni) -> None:
     assert omni.retry_after_s > 0
     assert omni.check_health() == omni.health()
     assert omni.health().ready
+    assert omni.live_state().ready
     omni.wait_ready()
     assert b"omni_ring_payload_bytes" in omni.metrics.exposition()
     assert omni.pipeline.name == "endless"
