@@ -5,7 +5,8 @@ Rules
    client must get. So every wait is a wait of this server, with its limits, and can be cancelled.
 2. What is encrypted is sent in order, whichever task sends it. A cancelled send leaves the rest in ``_unsent``, and the
    next send begins with it: a record is never cut.
-3. The client's error, such as bytes that are not TLS, counts as a disconnect.
+3. Receiving never waits for another task that sends: a client that does not read is still heard.
+4. The client's error, such as bytes that are not TLS, counts as a disconnect.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class TLSSocket(BufferedSocket):
 
     async def _receive(self) -> bool:
         """Receive encrypted bytes. Return False if the client has closed its side. Raises ClientDisconnected."""
-        await self._flush()
+        if not self._flushing.locked():  # else the task that holds it sends what this one has encrypted, too
+            await self._flush()
         try:
             data = await self._socket.recv(PIECE_BYTES)
         except OSError as error:

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from omni_actors.serve.command import serve_command
 from omni_actors.serve.http import connection
+from omni_actors.serve.http.tls_socket import TLSSocket
 from tests.support.http_listener import GET, listening, read_all
 from tests.support.http_server import WATCHDOG_S, Server, Start
 
@@ -35,6 +36,8 @@ HELLO: Any = [{"role": "user", "content": "hello "}]
 
 
 HALF_A_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 100
+LONG_RECORD = b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03"
+"""The beginning of a handshake record of 16 KiB."""
 
 
 def trusting(*names: str, client: str | None = None) -> ssl.SSLContext:
@@ -133,15 +136,44 @@ async def test_slow_bytes_do_not_extend_the_time_for_a_handshake(monkeypatch: py
     ):
 
         async def drip() -> None:
+            """Send a record that never ends: its head claims more bytes than arrive before the watchdog."""
             with contextlib.suppress(trio.BrokenResourceError):
-                for byte in HALF_A_HELLO:
-                    await stream.send_all(bytes([byte]))
+                await stream.send_all(LONG_RECORD)
+                while True:
+                    await stream.send_all(b"x")
                     await trio.sleep(0.02)
 
         nursery.start_soon(drip)
         with contextlib.suppress(trio.BrokenResourceError):  # a reset, as it is still sending
             assert await read_all(stream) == b""
         nursery.cancel_scope.cancel()
+
+
+async def test_a_client_that_does_not_read_is_heard() -> None:
+    """Both directions at once. The server's output is congested while the client sends."""
+    message = b"x" * 1_000_000
+    with trio.fail_after(WATCHDOG_S), socket.create_server(("127.0.0.1", 0)) as listener:
+        raw = await trio.open_tcp_stream(*listener.getsockname())
+        accepted = trio.socket.from_stdlib_socket(listener.accept()[0])
+        server = TLSSocket(accepted, server_context())
+        client = trio.SSLStream(raw, trusting("server.pem"), server_hostname="127.0.0.1")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.do_handshake)
+            await server.handshake()
+
+        async def flood() -> None:
+            while True:
+                await server.send(message)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(flood)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(client.send_all, message)
+            while len(server.buffer) < len(message):
+                assert await server.fill()
+            nursery.cancel_scope.cancel()
+        server.close()
+        await trio.aclose_forcefully(client)
 
 
 async def test_half_a_handshake_keeps_no_client_out() -> None:
