@@ -37,8 +37,8 @@ class Certificates:
         context.set_alpn_protocols(["http/1.1"])
         certfile, keyfile = str(settings.ssl_certfile), settings.ssl_keyfile
         for path in (certfile, keyfile):
-            if path is not None and not Path(path).is_file():
-                raise ConfigError(path, "ssl", path, "a file")
+            if path is not None:
+                _require_file(path)
         try:
             # Without a password, OpenSSL would ask for one on the terminal.
             context.load_cert_chain(certfile, keyfile, password=settings.ssl_keyfile_password or "")
@@ -50,8 +50,18 @@ class Certificates:
         if settings.ssl_ca_certs is not None:
             try:
                 context.load_verify_locations(settings.ssl_ca_certs)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 accepted = f"a PEM file with certificates ({error})"
                 raise ConfigError(settings.ssl_ca_certs, "ssl", settings.ssl_ca_certs, accepted) from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+def _require_file(path: str) -> None:
+    """Raises ConfigError if there is no such file, or if this process may not look for it."""
+    try:
+        if Path(path).is_file():
+            return
+    except (OSError, ValueError) as error:
+        raise ConfigError(path, "ssl", path, f"a file ({error})") from error
+    raise ConfigError(path, "ssl", path, "a file")

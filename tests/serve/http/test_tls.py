@@ -223,6 +223,10 @@ def test_a_hangup_loads_the_certificate_again(start: Start, tmp_path: Path) -> N
         server.wait(lambda: "was not loaded again" in server.stderr, "the failure to be logged")
         with client_of(server, trusting("renewed.pem")) as client:
             assert client.models.list().data
+        file.unlink()
+        file.symlink_to("x" * 300)  # the kernel refuses such a name, as it does a directory that may not be searched
+        server.signal(signal.SIGHUP)
+        server.wait(lambda: server.stderr.count("was not loaded again") == 2, "the second failure to be logged")
         before.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
         assert before.recv(4096).startswith(b"HTTP/1.1 200 ")
         assert server.ends_by(signal.SIGTERM)[0] == 0
