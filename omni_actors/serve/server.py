@@ -83,7 +83,8 @@ async def serve(
         media: loads files at URLs. None: only files in the body are allowed.
         announce: called with one line when the server listens, and with one when it is ready. None: they are logged.
         handles_signals: whether SIGINT and SIGTERM stop the server; if not, only cancellation does.
-        task_status: for ``nursery.start``, which returns the server's URL when it is ready.
+        task_status: for ``nursery.start``, which returns the server's URL when every pipeline has loaded, or cannot
+            while others have (rule 4).
 
     Raises ConfigError, CannotListen (also if the socket is lost), StageFailed (a stage that cannot load, or see
     ``exit_on_failed_stage``), StartTimedOut.
@@ -168,6 +169,8 @@ class _Server:
         """Set when the server accepts no more connections."""
         self._failed: set[str] = set()
         """The pipelines that could not load."""
+        self._has_started = False
+        """Whether ``task_status`` knows that the server serves."""
         self._failure: OmniError | None = None
         """Why the server cannot serve any more."""
 
@@ -229,10 +232,16 @@ class _Server:
                 self._failed.discard(name)
                 gc.freeze()  # a full garbage collection would visit every imported object, which delays all requests
                 self._report(ServerReady(url=url, pipeline=name))
-                if loaded == self._pipelines.by_name.keys():
-                    self._task_status.started(url)
+            self._start_if_settled(url)
             if not self._stop.is_set():
                 await system.wait_changed()
+
+    def _start_if_settled(self, url: str) -> None:
+        """Let ``nursery.start`` return once some pipeline has loaded, and each other one too or it cannot load."""
+        loaded = self._pipelines.loaded
+        if loaded and loaded | self._failed == self._pipelines.by_name.keys() and not self._has_started:
+            self._has_started = True
+            self._task_status.started(url)
 
     def _pipeline_failed(self, name: str, error: OmniError | None) -> None:
         """Stop the server, unless other pipelines can serve (rule 4)."""

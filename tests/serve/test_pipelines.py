@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import trio
 from click.testing import CliRunner
 
 from omni_actors.errors import ConfigError
+from omni_actors.orchestrator.unread import ROOM_GRACE_S
 from omni_actors.serve.command import load_pipelines, serve_command
-from tests.support.http_server import Server, Start, until
+from omni_actors.serve.server import serve
+from omni_actors.serve.settings import ServerSettings
+from tests.support.http_server import WATCHDOG_S, Server, Start, stalled, until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 MIND = """\
@@ -70,6 +77,21 @@ def test_a_full_pipeline_refuses_its_own_requests_only(both: Server) -> None:
         both.wait_metric('omni_requests_in_flight{pipeline="twin"}', 0)
     for _ in range(3):
         assert ask(both, "mind").status_code == 200, "its places were given back"
+
+
+def test_a_request_ends_no_slow_reader_of_another_pipeline(start: Start, tmp_path: Path) -> None:
+    """The pipeline with the slow reader is full, and comes first."""
+    (tmp_path / "mind.yaml").write_text(MIND)
+    limits = ("-s", "limits.window_bytes=200000", "-s", "limits.max_requests=1", "-s", "limits.read_bytes_s=0.001")
+    with start(str(tmp_path / "mind.yaml"), *limits) as server, ExitStack() as stack:
+        server.wait(lambda: server.status() == "ready", "both pipelines to load")
+        stack.enter_context(stalled(server))
+        server.wait_metric('omni_requests_paused{pipeline="studio"}', 1)
+        time.sleep(ROOM_GRACE_S)  # from now on, a request for the same pipeline may end it
+        assert ask(server, "mind").status_code == 200
+        assert server.metric('omni_requests_in_flight{pipeline="studio"}') == 1
+        server.wait(lambda: ask(server, "studio").status_code == 200, "a place to be made for its own request")
+        assert server.metric('omni_requests_total{outcome="SlowConsumer",pipeline="studio"}') == 1
 
 
 def test_health_has_each_pipeline(both: Server) -> None:
@@ -138,6 +160,21 @@ def test_a_pipeline_that_cannot_load_does_not_end_the_others(start: Start, tmp_p
         refused = server.http.post("/v1/audio/speech", json={"model": "broken", "input": "hello"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
         assert server.ends_by(signal.SIGTERM)[0] == 0
+
+
+async def test_a_server_has_started_when_each_pipeline_has_loaded_or_failed(tmp_path: Path) -> None:
+    """In either order: the broken one is the first or the last to be known."""
+    documents = []
+    for name, document in (("mind", MIND), ("broken", BROKEN)):
+        documents.append(tmp_path / f"{name}.yaml")
+        documents[-1].write_text(document)
+    pipelines = load_pipelines([str(each) for each in documents], [])
+    run = partial(serve, pipelines, ServerSettings(port=0), announce=None, handles_signals=False)
+    with trio.fail_after(WATCHDOG_S):
+        async with trio.open_nursery() as nursery:
+            url = await nursery.start(run)
+            assert url.startswith("http://127.0.0.1:")
+            nursery.cancel_scope.cancel()
 
 
 def test_a_server_of_which_no_pipeline_can_load_ends(start: Start, tmp_path: Path) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-import msgspec
 import openai
 import pytest
 
-from tests.support.http_server import WATCHDOG_S, Server, Start
+from tests.support.http_server import STALLED_WORDS, Server, Start, stalled
 
-WORDS = 1365
-"""4,096 characters. A word is 1600 samples: 6.4 kB in the system, and 3.2 kB sent."""
 WINDOW = 200_000
 
 
@@ -24,19 +20,6 @@ def server(start: Start) -> Iterator[Server]:
     with start(*limits, "-s", "stages.mouth.options.step_s=0.002") as server:
         yield server
         assert server.stderr == ""
-
-
-def stalled(server: Server) -> socket.socket:
-    """Return a client that has asked for a long speech and reads nothing."""
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.settimeout(WATCHDOG_S)
-    client.connect(("127.0.0.1", server.port))
-    speech = {"model": "studio", "voice": "alloy", "input": "la " * WORDS, "response_format": "wav"}
-    body = msgspec.json.encode(speech)
-    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    return client
 
 
 def served(client: openai.OpenAI) -> bool:
@@ -64,5 +47,5 @@ def test_a_client_that_reads_again_gets_everything(server: Server) -> None:
     with stalled(server) as client, client.makefile("rb") as answer:
         server.wait_metric("omni_requests_paused", 1)
         total = sum(iter(lambda: len(answer.read(1 << 16)), 0))
-        assert 2 * 1600 * WORDS < total < 2.1 * 1600 * WORDS
+        assert 2 * 1600 * STALLED_WORDS < total < 2.1 * 1600 * STALLED_WORDS
     server.wait_metric("omni_requests_in_flight", 0)

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import psutil
 
 WATCHDOG_S = 60.0
 """The limit of every wait; a test that reaches it has failed."""
+STALLED_WORDS = 1365
+"""4,096 characters. A word is 1600 samples: 6.4 kB in the system, and 3.2 kB sent."""
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """A context without certificates, for clients of http:// URLs. Without it, each client reads the certificates."""
 
@@ -142,6 +145,19 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < give_up, f"waited {WATCHDOG_S:.0f} s for {what}"
         time.sleep(0.01)
+
+
+def stalled(server: Server) -> socket.socket:
+    """Return a client that has asked for a long speech and reads nothing."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(WATCHDOG_S)
+    client.connect(("127.0.0.1", server.port))
+    speech = {"model": "studio", "voice": "alloy", "input": "la " * STALLED_WORDS, "response_format": "wav"}
+    body = msgspec.json.encode(speech)
+    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return client
 
 
 Start = Callable[..., AbstractContextManager[Server]]

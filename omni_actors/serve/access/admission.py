@@ -5,14 +5,15 @@ again once its body is complete.
 
 Rules
 1. A request that is still uploading its body takes no place, so that a slow upload keeps no other request out. Only its
-   bytes count. A head is refused if the system is full at that moment.
+   bytes count. A head is refused if the system is full at that moment. If a server has several systems, the head does
+   not tell which one the request is for: it passes.
 2. A request with a complete body takes one of the system's ``max_requests`` places, as a request in flight does, while
    its files are fetched and its audio is decoded. It passes to the system without a checkpoint in between, so that no
-   other request takes the place.
+   other request takes the place. If a server has several systems, the request takes the place when its body has named
+   one (``choose``).
 3. The bytes of all arriving requests (bodies, and the files that they name) share one budget, and count as they arrive:
    a declared size costs nothing. If the budget is used up, the slowest upload that is older than ``UPLOAD_GRACE_S`` is
    ended. If there is none, the request that needs memory is refused.
-   If a server has several systems, the request takes the place when its body has named one (``choose``).
 4. A request that only calls engines takes no place (``needs_place``), so that it is answered while the system is full.
 5. A ticket releases its place and its bytes together, once: when the system takes the request over, or when the
    request ends before that.
@@ -54,23 +55,21 @@ class AdmissionControl:
         """How many tickets have a place of each system."""
 
     def admit(self, *, needs_place: bool = True) -> AdmissionTicket:
-        """Return a ticket for a request whose head has arrived. Raises HTTPError 429 if it needs a place."""
-        if needs_place:
-            self.check_place()
+        """Return a ticket for a request whose head has arrived.
+
+        Raises HTTPError 429 if it needs a place, and the only system is full.
+        """
+        if needs_place and len(self.systems) == 1:
+            self.check_place(self.systems[0])
         ticket = AdmissionTicket(self, needs_place=needs_place)
         self.tickets.add(ticket)
         return ticket
 
-    def check_place(self, system: OmniSystem | None = None) -> None:
-        """Raises HTTPError 429 if the system is full. None: if all of them are."""
-        refusal: HTTPError | None = None
-        for each in self.systems if system is None else (system,):
-            max_requests = each.pipeline.limits.max_requests
-            if each.in_flight + self.places[each] < max_requests or each.make_room():
-                return
-            refusal = refusal or to_http_error(Overloaded(max_requests, each.retry_after_s))
-        if refusal is not None:
-            raise refusal
+    def check_place(self, system: OmniSystem) -> None:
+        """Make room in a full system by ending its slowest reader. Raises HTTPError 429 if no reader is too slow."""
+        max_requests = system.pipeline.limits.max_requests
+        if system.in_flight + self.places[system] >= max_requests and not system.make_room():
+            raise to_http_error(Overloaded(max_requests, system.retry_after_s))
 
     def make_room(self, size: int) -> None:
         """End slow uploads until ``size`` more bytes fit into the budget. Raises HTTPError 429."""
