@@ -130,12 +130,16 @@ class Page:
     def key(self, key: str, code: str = "", text: str = "") -> None:
         """Press and release a key, by its DOM names. text: what it types."""
         self.key_down(key, code, text)
-        self._call("Input.dispatchKeyEvent", {"type": "keyUp", "key": key, "code": code})
+        self.key_up(key, code)
 
     def key_down(self, key: str, code: str = "", text: str = "") -> None:
         """Press a key without releasing it."""
         event = {"type": "keyDown", "key": key, "code": code, "text": text}
         self._call("Input.dispatchKeyEvent", {**event, "windowsVirtualKeyCode": _KEY_CODES.get(key, 0)})
+
+    def key_up(self, key: str, code: str = "") -> None:
+        """Release a key."""
+        self._call("Input.dispatchKeyEvent", {"type": "keyUp", "key": key, "code": code})
 
     def resize(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
         """Set the size of the view, and which colours the system prefers."""

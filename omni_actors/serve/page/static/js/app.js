@@ -49,7 +49,9 @@ function useKeys({ model, can, hasRealtime, setDialog, toggleTheme }) {
     const up = (event) => event.code === "Space" && release();
     addEventListener("keydown", down);
     addEventListener("keyup", up);
+    addEventListener("blur", release); // the key that goes up elsewhere is not seen here
     return () => {
+      removeEventListener("blur", release);
       removeEventListener("keydown", down);
       removeEventListener("keyup", up);
     };

@@ -34,7 +34,7 @@ function readPicture(file, done, failed) {
 
 function Composer({ model, can, hasRealtime }) {
   const { isBusy, spoken } = useStore(talk);
-  const { mode, isHeld, isSpeaking, sentS, error } = useStore(voice);
+  const { mode, isHeld, hasMicrophone, isSpeaking, sentS, error } = useStore(voice);
   const [text, setText] = useState("");
   const field = useRef();
   const [draws, setDraws] = useState(false);
@@ -63,8 +63,9 @@ function Composer({ model, can, hasRealtime }) {
       onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey}></textarea>
     <div class="tools">
       ${talks ? html`<button type="button" class=${`mic ${isHeld ? "on" : ""}`} aria-pressed=${isHeld}
-          onPointerDown=${() => hold(model)} onPointerUp=${release} onPointerLeave=${release}
-          title="Hold to talk (hold space)">${isHeld ? `Listening … ${sentS.toFixed(1)} s` : "Hold to talk"}</button>
+          onPointerDown=${() => hold(model)} onPointerUp=${release} onPointerLeave=${release} onPointerCancel=${release}
+          title="Hold to talk (hold space)">${!isHeld ? "Hold to talk"
+            : hasMicrophone ? `Listening … ${sentS.toFixed(1)} s` : "Wait for the microphone …"}</button>
         <button type="button" id="hands-free" class=${listens ? "on" : ""} aria-pressed=${listens}
           onClick=${() => (listens ? stop() : start(model, "hands-free"))} title="Hands-free (h)">
           ${mode === "connecting" ? "Connecting …" : isSpeaking ? "Hears you" : listens ? "Hands-free on" : "Hands-free"}

@@ -6,6 +6,7 @@ import { Store } from "./store.js";
 
 const TAIL_S = 0.4; // an answer of which less is left counts as heard
 const KEPT = 10; // earlier messages that a question brings along
+export const MAX_MESSAGES = 100; // that the page keeps; older ones are dropped
 
 // messages: {id, role, text, state, player, pictures, error}. lastCall: the latest request, for "the same call".
 export const talk = new Store({ messages: [], lastCall: null, isBusy: false, spoken: true });
@@ -14,7 +15,7 @@ let count = 0;
 
 export function addMessage(fields) {
   const message = { id: ++count, text: "", state: "open", pictures: [], player: null, error: null, ...fields };
-  talk.update({ messages: [...talk.value.messages, message] });
+  talk.update({ messages: [...talk.value.messages, message].slice(-MAX_MESSAGES) });
   return message;
 }
 

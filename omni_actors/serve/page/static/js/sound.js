@@ -89,6 +89,10 @@ export function peaksOf(floats, start) {
   return found;
 }
 
+function stopTracks(stream) {
+  for (const track of stream.getTracks()) track.stop();
+}
+
 // The microphone. `onPiece` receives {pcm: Uint8Array, peaks}, each 40 ms.
 export class Microphone {
   static async open(onPiece) {
@@ -96,22 +100,29 @@ export class Microphone {
     const stream = await navigator.mediaDevices.getUserMedia({
       audio: { channelCount: 1, echoCancellation: true, noiseSuppression: true, autoGainControl: true },
     });
-    await context.audioWorklet.addModule("/page/js/capture-worklet.js");
-    const found = new Microphone();
-    found.stream = stream;
-    found.source = context.createMediaStreamSource(stream);
-    found.node = new AudioWorkletNode(context, "capture", { numberOfOutputs: 0, channelCount: 1 });
-    found.node.port.onmessage = ({ data }) => {
+    try {
+      await context.audioWorklet.addModule("/page/js/capture-worklet.js");
+      return new Microphone(context, stream, onPiece);
+    } catch (error) {
+      stopTracks(stream);
+      throw error;
+    }
+  }
+
+  constructor(context, stream, onPiece) {
+    this.stream = stream;
+    this.source = context.createMediaStreamSource(stream);
+    this.node = new AudioWorkletNode(context, "capture", { numberOfOutputs: 0, channelCount: 1 });
+    this.node.port.onmessage = ({ data }) => {
       const peaks = peaksOf(toFloats(new Uint8Array(data)), context.currentTime);
       onPiece({ pcm: new Uint8Array(data), peaks });
     };
-    found.source.connect(found.node);
-    return found;
+    this.source.connect(this.node);
   }
 
   close() {
     this.source.disconnect();
     this.node.port.onmessage = null;
-    for (const track of this.stream.getTracks()) track.stop();
+    stopTracks(this.stream);
   }
 }

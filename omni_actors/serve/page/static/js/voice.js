@@ -1,18 +1,33 @@
 // Talking over /v1/realtime, hands-free (the server finds the turns) or push-to-talk (the key or the button does).
 
 import { fromBase64, key, toBase64 } from "./api.js";
-import { addMessage, changed, stopAnswer } from "./conversation.js";
+import { MAX_MESSAGES, addMessage, changed, stopAnswer } from "./conversation.js";
 import { Microphone, Player, audioContext } from "./sound.js";
 import { Store } from "./store.js";
 
 const PIECE_MS = 40; // of the microphone
 const SHOWN_MS = 200; // how often the length of a turn is shown
 const KEPT_PEAKS = 1200; // of the microphone: more than the waveform shows
+const KEPT_SPEECH = 20;
+const SHORTEST_MS = 100; // the server refuses a shorter turn
+const MOST_WAITING = 750; // events that wait until the session is configured: 30 s of sound
 
-// mode: "off", "connecting", "hands-free" or "push". isHeld: whether the push-to-talk key is down. isSpeaking: whether
-// the server hears speech. sentS: the seconds of sound since then. speech: [from, to] of each time in which it did, in seconds of the AudioContext.
-export const voice = new Store({ mode: "off", isHeld: false, isSpeaking: false, sentS: 0, error: null });
+// mode: "off", "connecting", "hands-free" or "push". isHeld: whether the push-to-talk key is down. hasMicrophone: whether
+// the microphone is open. isSpeaking: whether the server hears speech. sentS: the seconds of sound of this turn.
+const OFF = { mode: "off", isHeld: false, hasMicrophone: false, isSpeaking: false };
+export const voice = new Store({ ...OFF, sentS: 0, error: null });
+// peaks: [time, peak] of the microphone. speech: [from, to] of each time in which the user spoke. In seconds of the AudioContext.
 export const heard = { peaks: [], speech: [] };
+
+function speechBegins() {
+  heard.speech.push([audioContext().currentTime, null]);
+  heard.speech.splice(0, heard.speech.length - KEPT_SPEECH);
+}
+
+function speechEnds() {
+  const latest = heard.speech.at(-1);
+  if (latest?.[1] === null) latest[1] = audioContext().currentTime;
+}
 
 class Session {
   constructor(model, isHandsFree) {
@@ -21,6 +36,7 @@ class Session {
     this.items = new Map(); // by the protocol's item id: the message of the conversation
     this.answer = null;
     this.isResponding = false;
+    this.waiting = []; // events to send when the session is configured; null once it is
     const url = new URL(`/v1/realtime?model=${encodeURIComponent(model)}`, location.href);
     url.protocol = url.protocol.replace("http", "ws");
     const subprotocols = ["realtime"];
@@ -30,14 +46,21 @@ class Session {
     this.socket.onclose = ({ code, reason }) => close(code === 1000 ? null : reason || `the session ended (${code})`);
   }
 
+  // Sends an event, or keeps it until the session is configured.
   send(type, fields = {}) {
+    if (this.waiting === null) this.post(type, fields);
+    else if (this.waiting.length < MOST_WAITING) this.waiting.push([type, fields]);
+    else close("the server did not configure the session in time");
+  }
+
+  post(type, fields) {
     if (this.socket.readyState === WebSocket.OPEN) this.socket.send(JSON.stringify({ type, ...fields }));
   }
 
   configure() {
     const format = { type: "audio/pcm", rate: 24000 };
     const detection = this.isHandsFree ? { type: "server_vad", create_response: true, interrupt_response: true } : null;
-    this.send("session.update", {
+    this.post("session.update", {
       session: {
         type: "realtime",
         output_modalities: ["audio"],
@@ -61,7 +84,10 @@ class Session {
 
   // Returns the message of an item, which it adds if it is new.
   message(id, role) {
-    if (!this.items.has(id)) this.items.set(id, addMessage({ role, itemId: id, isSpoken: true }));
+    if (!this.items.has(id)) {
+      this.items.set(id, addMessage({ role, itemId: id, isSpoken: true }));
+      if (this.items.size > MAX_MESSAGES) this.items.delete(this.items.keys().next().value);
+    }
     return this.items.get(id);
   }
 
@@ -72,15 +98,17 @@ class Session {
         break;
       case "session.updated":
         voice.update({ mode: this.isHandsFree ? "hands-free" : "push", error: null });
+        for (const event of this.waiting || []) this.post(...event);
+        this.waiting = null;
         break;
       case "input_audio_buffer.speech_started":
-        heard.speech.push([audioContext().currentTime, null]);
+        speechBegins();
         voice.update({ isSpeaking: true });
         this.interrupt({ cancels: false });
         stopAnswer();
         break;
       case "input_audio_buffer.speech_stopped":
-        if (heard.speech.length) heard.speech.at(-1)[1] = audioContext().currentTime;
+        speechEnds();
         voice.update({ isSpeaking: false });
         break;
       case "conversation.item.added":
@@ -135,12 +163,20 @@ class Session {
     }
   }
 
+  // Ends the session. What was not finished of its messages is stopped.
   close() {
     this.socket.onclose = null;
     this.socket.close(1000);
+    for (const message of this.items.values()) {
+      const isStopped = message.state === "open" || message.player?.isPlaying;
+      message.player?.stop();
+      if (isStopped) changed(message, { state: "stopped" });
+    }
   }
 }
 
+let goal = "off"; // the mode that the user has asked for; voice.mode follows when the server has configured the session
+let attempts = 0; // each start and each end of a session begins a new one
 let session = null;
 let microphone = null;
 let sentMs = 0; // since the push-to-talk key went down
@@ -148,64 +184,77 @@ let sentMs = 0; // since the push-to-talk key went down
 function piece({ pcm, peaks }) {
   heard.peaks.push(...peaks);
   heard.peaks.splice(0, heard.peaks.length - KEPT_PEAKS);
-  const { mode, isHeld } = voice.value;
-  if (mode === "hands-free" || (mode === "push" && isHeld)) {
-    session?.send("input_audio_buffer.append", { audio: toBase64(pcm) });
-    sentMs += PIECE_MS;
-    if (isHeld && sentMs % SHOWN_MS === 0) voice.update({ sentS: sentMs / 1000 });
-  }
+  const { isHeld } = voice.value;
+  if (goal === "push" && !isHeld) return;
+  session?.send("input_audio_buffer.append", { audio: toBase64(pcm) });
+  sentMs += PIECE_MS;
+  if (isHeld && sentMs % SHOWN_MS === 0) voice.update({ sentS: sentMs / 1000 });
 }
 
 function close(error) {
+  goal = "off";
+  attempts += 1;
+  session?.close();
   session = null;
   microphone?.close();
   microphone = null;
-  if (heard.speech.length && heard.speech.at(-1)[1] === null) heard.speech.at(-1)[1] = audioContext().currentTime;
-  voice.update({ mode: "off", isHeld: false, isSpeaking: false, error });
+  speechEnds();
+  voice.update({ ...OFF, error });
 }
 
-// Opens a session and the microphone. mode: "hands-free" or "push".
+// Opens the microphone and a session. mode: "hands-free" or "push". Another start or a stop meanwhile cancels it.
 export async function start(model, mode) {
-  stop();
+  close(null);
   stopAnswer();
-  voice.update({ mode: "connecting", error: null });
+  goal = mode;
+  const mine = attempts;
+  voice.update({ mode: "connecting" });
+  let opened;
   try {
-    microphone = await Microphone.open(piece);
+    opened = await Microphone.open(piece);
   } catch (error) {
-    close(`the microphone cannot be used: ${error.message}`);
+    if (mine === attempts) close(`the microphone cannot be used: ${error.message}`);
     return;
   }
+  if (mine !== attempts) {
+    opened.close();
+    return;
+  }
+  microphone = opened;
   session = new Session(model, mode === "hands-free");
+  voice.update({ hasMicrophone: true });
 }
 
 export function stop() {
-  session?.close();
-  if (voice.value.mode !== "off") close(null);
+  if (goal !== "off") close(null);
 }
 
-// Push-to-talk: the key goes down, and up again.
-export async function hold(model) {
+// Push-to-talk: the key goes down. It may go up again before the microphone is open: then no sound is sent.
+export function hold(model) {
   if (voice.value.isHeld) return;
-  if (voice.value.mode !== "push") await start(model, "push");
+  if (goal !== "push") start(model, "push");
   sentMs = 0;
   voice.update({ isHeld: true, sentS: 0 });
   session?.interrupt({ cancels: true });
   stopAnswer();
   session?.send("input_audio_buffer.clear");
-  heard.speech.push([audioContext().currentTime, null]);
+  speechBegins();
 }
 
+// Push-to-talk: the key goes up. What was said is answered, unless it is too short.
 export function release() {
   if (!voice.value.isHeld) return;
   voice.update({ isHeld: false });
-  if (heard.speech.length) heard.speech.at(-1)[1] = audioContext().currentTime;
+  speechEnds();
+  if (sentMs < SHORTEST_MS) {
+    session?.send("input_audio_buffer.clear");
+    return;
+  }
   session?.send("input_audio_buffer.commit");
   session?.send("response.create");
 }
 
-// Stops the answer that is being spoken. Returns whether there was one.
+// Stops the answer that is being spoken.
 export function interrupt() {
-  const answers = Boolean(session?.answer?.player?.isPlaying || session?.isResponding);
   session?.interrupt({ cancels: true });
-  return answers;
 }
