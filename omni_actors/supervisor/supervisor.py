@@ -14,15 +14,19 @@ Rules
 6. A replica that was given up for its intensity is tried again later (``restart``, rule 4). It stays FAILED until the
    new worker is ready.
 7. A replica that is to be removed gets no new worker, whatever becomes of its last one.
-8. Tasks of the supervisor are shielded from KeyboardInterrupt, which is raised in the user's task; its end stops them.
+8. Tasks that live on have the context variables of ``run``, not those of the call that started them: what is logged of
+   a replica later has nothing to do with the request that added it.
+9. Tasks of the supervisor are shielded from KeyboardInterrupt, which is raised in the user's task; its end stops them.
 """
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import trio
 
@@ -74,6 +78,8 @@ class Supervisor:
         self._edges, self._spawner, self._listener, self._mailbox_capacity = edges, spawner, listener, mailbox_capacity
         self.desired = desired or DesiredState()
         self._nursery: trio.Nursery | None = None
+        self._context = contextvars.Context()
+        """That of ``run``."""
         self._all_begun = trio.Event()
         """Set when the first incarnation of every replica has begun, or the end has."""
         self.changes = trio.lowlevel.ParkingLot()
@@ -82,6 +88,7 @@ class Supervisor:
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
         """Start all workers and keep them running until cancelled; then stop them."""
+        self._context = contextvars.copy_context()
         async with trio.open_nursery() as self._nursery:
             try:
                 await self._start(list(self.replicas.values()))
@@ -120,7 +127,7 @@ class Supervisor:
         stage = self.stages[spec.address.stage]
         replica = self.replicas[spec.address] = Replica(spec, stage, earlier=earlier, generation=earlier)
         if self._nursery is not None:
-            self._nursery.start_soon(self._start, [replica])
+            self._start_soon(self._nursery, self._start, [replica])
         return replica
 
     def drain(self, replica: Replica) -> None:
@@ -155,8 +162,12 @@ class Supervisor:
                 continue
             each.incarnation = Incarnation()
             each.generation += 1
-            self._nursery.start_soon(self._run_incarnation, each)
+            self._start_soon(self._nursery, self._run_incarnation, each)
             await each.incarnation.begun.wait()
+
+    def _start_soon(self, nursery: trio.Nursery, task: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Start a task of the supervisor in the context of ``run`` (rule 8)."""
+        self._context.run(nursery.start_soon, task, *args)
 
     async def _stop(self, replicas: Iterable[Replica]) -> None:
         """Stop what runs of replicas now, in the reverse order of their stages, all replicas of a stage together."""

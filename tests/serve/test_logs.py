@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from omni_actors import log_events
 from tests.support.http_server import WATCHDOG_S, Api, Start, process_with_a_bug, until
 
 Command = Callable[..., "subprocess.Popen[bytes]"]
@@ -117,6 +118,31 @@ def test_a_death_and_its_recovery_in_json(start_json: Callable[..., Any]) -> Non
     assert recovered.items() >= {"stage": "mind", "replica": 0, "generation": 2, "pid": new_pid}.items()
     assert replayed.items() >= {**end, "requests": 1}.items()
     assert 0 < restarted["since_death_s"] <= recovered["lost_s"] <= replayed["lost_s"] < WATCHDOG_S
+
+
+def test_what_happens_to_a_replica_later_is_not_logged_under_the_request_that_added_it(
+    start_json: Callable[..., Any],
+) -> None:
+    with start_json("--enable-admin", "--api-key", "sesame") as server:
+        server.http.headers["authorization"] = "Bearer sesame"
+        operator = {"x-request-id": "operator"}
+        scaled = server.http.post("/scale", params={"stage": "mind", "replicas": 2}, headers=operator)
+        assert (scaled.status_code, scaled.headers["x-request-id"]) == (200, "operator")
+        added = server.http.get("/health").json()["stages"]["mind"][1]
+        os.kill(added["pid"], signal.SIGKILL)
+        server.event("worker_recovered")
+        events = server.events()[2:]
+    assert [(event["event"], event.get("request_id")) for event in events] == [(each, None) for each in RECOVERY[:3]]
+
+
+def test_the_documentation_has_every_event() -> None:
+    pending, page = [log_events.LogEvent], (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    while pending:
+        kind = pending.pop()
+        if below := kind.__subclasses__():
+            pending += below
+        else:
+            assert f"`{kind.__struct_config__.tag}`" in page
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 Rules
 1. A client may bring an identifier in the header ``X-Request-ID``. One of another form than ``_SANE`` is replaced, so
-   that no client can write into the log. Every response has the identifier, errors too.
+   that no client can write into the log. Every response has the identifier, errors too, except refusals by the
+   connection itself, for example of what is not valid HTTP (``http.connection``). These have no log line either.
 2. Log records and traces that a request causes have its identifier (``log_events.REQUEST_ID``).
 3. The log line is written when the response has ended. It has the path as the client sent it, percent-encoded and
    without its query, which may have secrets.
