@@ -51,18 +51,19 @@ class ResponseStore:
         self.bytes = 0
         """Of all stored responses."""
 
-    def put(self, id: str, body: dict[str, Any], messages: Sequence[ChatMessage]) -> None:
-        """Store a response, and forget the oldest ones if there is no room. One that has no room at all is dropped."""
+    def put(self, id: str, body: dict[str, Any], messages: Sequence[ChatMessage]) -> bool:
+        """Store a response, and forget the oldest ones if there is no room. Return False if it is too large itself."""
         encoded = msgspec.json.encode(body)
         response = StoredResponse(encoded, tuple(messages), len(encoded) + size_of(messages))
         if response.size > self._max_bytes:
-            return
+            return False
         self.delete(id)
         self._stored[id] = response
         self.bytes += response.size
         while len(self._stored) > self._max_responses or self.bytes > self._max_bytes:
             _, oldest = self._stored.popitem(last=False)
             self.bytes -= oldest.size
+        return True
 
     def get(self, id: str) -> StoredResponse | None:
         """Return a stored response."""

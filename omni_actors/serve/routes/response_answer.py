@@ -46,6 +46,10 @@ class ResponseAnswer:
         self._echo = _echo(body)
         self._ending: dict[str, Any] = {"status": "in_progress", "error": None, "incomplete_details": None}
 
+    def set_not_stored(self) -> None:
+        """Let the object say that the server does not keep the response."""
+        self._echo["store"] = False
+
     def object(self) -> dict[str, Any]:
         """Return the response's object as it is now."""
         head = {"id": self.id, "object": "response", "created_at": self._completion.created}
@@ -83,7 +87,7 @@ class ResponseAnswer:
         return events
 
     async def finish(self) -> list[bytes]:
-        """Add the end of the answer; return the last events."""
+        """Add the end of the answer; return its events. ``last_event`` follows."""
         events = self.add(self._completion.finish(0))
         if not self.output:
             events += self._open_message()
@@ -97,17 +101,23 @@ class ResponseAnswer:
         self._ending["completed_at"] = None if is_cut else int(time.time())
         if is_cut:
             self._ending["incomplete_details"] = {"reason": "max_output_tokens"}
-        return [*events, self._event(f"response.{self._ending['status']}", response=self.object())]
+        return events
 
-    def fail(self, error: RequestError) -> bytes:
-        """End the answer with an error, or as cancelled; return the last events."""
+    def fail(self, error: RequestError) -> list[bytes]:
+        """End the answer with an error, or as cancelled; return its events. ``last_event`` follows."""
         events = self._close("incomplete")
         if self.is_cancelled:
             self._ending["status"] = "cancelled"
-            return b"".join([*events, self._event("response.incomplete", response=self.object())])
+            return events
         message = to_http_error(error).message
         self._ending |= {"status": "failed", "error": {"code": "server_error", "message": message}}
-        return b"".join([*events, self._event("response.failed", response=self.object())])
+        return events
+
+    def last_event(self) -> bytes:
+        """Return the event that ends the stream. It has the object."""
+        status = self._ending["status"]
+        kind = "incomplete" if status == "cancelled" else status
+        return self._event(f"response.{kind}", response=self.object())
 
     def _usage(self) -> dict[str, Any] | None:
         """Return the tokens; None if no engine counts them. Those from a prefix cache are not told apart."""

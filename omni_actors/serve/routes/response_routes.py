@@ -2,7 +2,8 @@
 
 Rules
 1. A request is a chat request in other words: ``response_input`` translates it, and ``chat.begin`` begins it.
-2. The server keeps a response and its conversation, files included, unless ``store`` is false (``response_store``).
+2. The server keeps a response and its conversation, files included, unless ``store`` is false (``response_store``). The
+   object of a response that is too large to be kept has ``store: false``.
 3. Every key may read every response: a server has one key.
 """
 
@@ -60,14 +61,13 @@ async def create(request: Request) -> Response:
         )
     answer = ResponseAnswer(body, completion)
 
-    def keep() -> None:
-        if body.store:
-            store.put(answer.id, answer.object(), (*conversation, answer.message()))
+    def keep() -> bytes:
+        if body.store and not store.put(answer.id, answer.object(), (*conversation, answer.message())):
+            answer.set_not_stored()
+        return answer.last_event()
 
     def fail(error: RequestError) -> bytes:
-        last = answer.fail(error)
-        keep()
-        return last
+        return b"".join([*answer.fail(error), keep()])
 
     pieces = _events(answer, completion, generations, store, keep)
     with renaming(completion.names):
@@ -125,9 +125,9 @@ async def _events(
     completion: ChatCompletion,
     generations: Generations,
     store: ResponseStore,
-    keep: Callable[[], None],
+    keep: Callable[[], bytes],
 ) -> responses.Pieces:
-    """Yield the events. keep: is called when the answer is complete, before its last events are sent."""
+    """Yield the events. keep: is called when the answer is complete, and returns the last event."""
 
     def cancel() -> None:
         answer.is_cancelled = True
@@ -143,8 +143,7 @@ async def _events(
                 yield event
         begin = [] if has_begun else answer.begin()
         last = begin + await answer.finish()
-        keep()
-        for event in last:
+        for event in [*last, keep()]:
             yield event
 
 
@@ -175,10 +174,10 @@ async def cancel(request: Request) -> Response:
     store: ResponseStore = request.app.state.responses
     id = request.path_params["response_id"]
     running = store.running(id)
-    if running is None and store.get(id) is not None:
-        raise bad_request("this response has ended, so it cannot be cancelled", "response_id", "response_ended")
-    if running is None:
+    if running is None and store.get(id) is None:
         raise _unknown(id)
+    if running is None or running.body()["status"] != "in_progress":  # its last events may still be sent
+        raise bad_request("this response has ended, so it cannot be cancelled", "response_id", "response_ended")
     running.cancel()
     found: dict[str, Any] = running.body()
     return responses.JSONResponse(found | {"status": "cancelled"})

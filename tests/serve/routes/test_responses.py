@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import openai
 import pytest
+import trio
 from openai.types.responses import Response as ResponseObject
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from omni_actors.serve import app
 from omni_actors.serve.api.schemas import ChatMessage
 from omni_actors.serve.response_store import ResponseStore
-from tests.support.http_server import Server, Start
+from omni_actors.serve.server import serve
+from omni_actors.serve.settings import ServerSettings
+from tests.support.http_server import NO_TLS, WATCHDOG_S, Server, Start
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WEATHER: Any = {
@@ -186,6 +193,47 @@ def test_a_running_response_is_cancelled(slow: Server) -> None:
         last = list(stream)[-1]
     assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
     slow.wait_metric("omni_requests_in_flight", 0)
+
+
+def test_a_response_whose_last_events_are_being_sent_has_ended(studio: Server) -> None:
+    """The client reads the first pieces of its answer only. The last events repeat the answer: the sockets are full."""
+    body = json.dumps({"model": "studio", "input": "x" * 300_000, "stream": True}).encode()
+    head = b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with socket.socket() as sock, studio.openai() as client:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        sock.settimeout(WATCHDOG_S)
+        sock.connect(("127.0.0.1", studio.port))
+        sock.sendall(head % len(body) + body)
+        received = b""
+        while (found := re.search(rb'"id":"(resp_\w+)"', received)) is None:
+            received += sock.recv(4096)
+        id = found[1].decode()
+        read = len(received)
+        while read < 1_000_000:  # the pieces of the answer, and the first of the events that repeat it
+            read += len(sock.recv(1 << 16))
+        studio.wait(lambda: client.responses.retrieve(id).status == "completed", "the answer to be complete")
+        with pytest.raises(openai.BadRequestError, match="has ended"):
+            client.responses.cancel(id)
+        assert client.responses.retrieve(id).status == "completed"
+    studio.wait_metric("omni_requests_in_flight", 0)
+
+
+async def test_a_response_that_is_too_large_to_be_kept_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "ResponseStore", partial(ResponseStore, max_bytes=3000))
+    run = partial(serve, "echo", ServerSettings(port=0), announce=None, handles_signals=False)
+    with trio.fail_after(WATCHDOG_S):
+        async with trio.open_nursery() as nursery:
+            url = await nursery.start(run)
+            http = openai.DefaultAsyncHttpxClient(verify=NO_TLS)
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client:
+                for text, is_kept in (("hello", True), ("hello " * 500, False)):
+                    whole = await client.responses.create(model="echo", input=text)
+                    stream = await client.responses.create(model="echo", input=text, stream=True)
+                    last = [event async for event in stream][-1]
+                    assert last.type == "response.completed"
+                    for each in (whole, last.response):
+                        assert each.model_dump()["store"] is is_kept
+            nursery.cancel_scope.cancel()
 
 
 def test_a_recording_in_the_input_is_heard(client: openai.OpenAI, recording: Callable[..., bytes]) -> None:
