@@ -10,6 +10,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.client import parse_headers
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_refusals_are_counted_by_kind(studio: Server) -> None:
 def breaking_server() -> Iterator[str]:
     """A server that ends each answer after its first event: once within the body, once with an orderly end."""
     event = b'data: {"choices": [{"delta": {"content": "word"}}]}\n\n'
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n"
     answers = itertools.cycle(
         (head + b"content-length: 9999\r\n\r\n" + event, head + b"content-length: %d\r\n\r\n" % len(event) + event)
     )
@@ -106,8 +107,10 @@ def breaking_server() -> Iterator[str]:
         with suppress(OSError):  # the listener is closed
             while True:
                 connection, _ = listener.accept()
-                with connection:
-                    connection.recv(65536)
+                with connection, connection.makefile("rb") as request:
+                    request.readline()
+                    size = int(parse_headers(request)["content-length"])
+                    request.read(size)  # closing with unread bytes would reset the connection, and lose the answer
                     connection.sendall(next(answers))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
