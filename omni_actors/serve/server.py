@@ -15,7 +15,7 @@ Rules
    shows it, and its stages are tried again. The server ends when none can load.
 5. With TLS, SIGHUP loads the certificate again, for new connections.
 6. Clients cannot use up the process's descriptors: the server reserves enough to restart every worker
-   (``http.descriptors``).
+   that the pipelines' files allow (``http.descriptors``). Replicas that ``scale`` adds beyond that have no reserve.
 """
 
 from __future__ import annotations
