@@ -19,7 +19,8 @@ from omni_actors.stages.echo.engine import EchoEngine
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
-QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+TARGETS = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+QUERIES = [target["expr"] for target in TARGETS]
 PIPELINE = """\
 name: studio
 stages:
@@ -30,6 +31,11 @@ stages:
     options: {fan_out: 100, step_s: 0.01}
   mouth: {engine: "tests.support.served_engines:Speaker", accepts: [script], inputs: [mind], emits: audio}
 """
+TWIN = """\
+name: twin
+stages: {mind: {engine: echo, accepts: [messages], emits: text}}
+"""
+"""It has a stage of the same name."""
 SCRAPED = {"instance", "job"}
 """The labels that Prometheus adds to what it scrapes."""
 _NAME = r"omni_[a-z_]+"
@@ -43,9 +49,15 @@ class Measured(EchoEngine):
 
 
 @pytest.fixture(scope="module")
-def exposed(start: Start) -> Iterator[dict[str, set[str]]]:
-    """The labels of each sample after requests in text and speech, one of which survived the death of a worker."""
-    with start(config=PIPELINE) as server, server.openai() as client, ThreadPoolExecutor(1) as thread:
+def exposed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[str]]]:
+    """The labels of each sample after requests in text and speech, one of which survived the death of a worker.
+
+    The server has two pipelines. With one, the label ``pipeline`` is missing, and the dashboard's selectors match that.
+    """
+    twin = tmp_path_factory.mktemp("twin") / "twin.yaml"
+    twin.write_text(TWIN)
+    with start(str(twin), config=PIPELINE) as server, server.openai() as client, ThreadPoolExecutor(1) as thread:
+        server.wait(lambda: server.status() == "ready", "both pipelines to load")
         question: Any = {"model": "studio", "messages": [{"role": "user", "content": "hi "}]}
         spoken = {"modalities": ["text", "audio"], "audio": {"voice": "any", "format": "wav"}}
         client.chat.completions.create(**question, **spoken)
@@ -60,10 +72,10 @@ def exposed(start: Start) -> Iterator[dict[str, set[str]]]:
 
 def _kill_the_mind_of(server: Server, ask: Any) -> None:
     """Kill a worker that holds a request, and read the answer to its end."""
-    pid = server.pid_of("mind")
+    pid = server.http.get("/health", params={"pipeline": "studio"}).json()["stages"]["mind"][0]["pid"]
     os.kill(pid, signal.SIGSTOP)  # so that it holds the request for as long as this takes
     answer = ask()
-    server.wait_metric("omni_requests_in_flight", 1)
+    server.wait_metric('omni_requests_in_flight{pipeline="studio"}', 1)
     os.kill(pid, signal.SIGKILL)
     assert answer.result(WATCHDOG_S).choices[0].message.content == "hi " * 100
 
@@ -88,6 +100,17 @@ def test_a_legend_names_labels_that_its_query_returns(exposed: dict[str, set[str
             name = re.findall(_NAME, target["expr"])[0]
             known = set(re.split(r",\s*", grouped[0])) if grouped else exposed[name]
             assert wanted <= known, target
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=QUERIES)
+def test_stages_of_two_pipelines_with_one_name_are_told_apart(
+    exposed: dict[str, set[str]], target: dict[str, str]
+) -> None:
+    for name, matchers in re.findall(rf"({_NAME}){{([^}}]*)}}", target["expr"]):
+        assert ('pipeline=~"$pipeline"' in matchers) == ("pipeline" in exposed[name])
+    for labels in [*re.findall(r"\bby \(([^)]*)\)", target["expr"]), target["legendFormat"]]:
+        if re.search(r"\b(stage|producer)\b", labels):
+            assert "pipeline" in labels
 
 
 def test_a_variable_takes_its_values_from_what_a_server_exposes(exposed: dict[str, set[str]]) -> None:
