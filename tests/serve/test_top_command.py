@@ -20,6 +20,12 @@ from tests.support.readme import ROOT
 
 GAP = r"(?:\x1b\[[0-9;]*m| )+"
 """What is between two cells of a row on a terminal: spaces and styles."""
+TERMINAL_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}} | {
+    "TERM": "xterm",
+    "NO_COLOR": "1",
+}
+"""The environment of a command on a pty. COLUMNS and LINES would override the pty's size; the processes of pytest-xdist
+can have them, because pytest imports readline, which sets them to 80 and 24."""
 
 
 def invoke(*arguments: str) -> Result:
@@ -77,7 +83,7 @@ def test_the_live_screen_shows_a_death_and_the_loss_of_the_server(
             sys.executable,
             ["-m", "omni_actors", "top", "--url", server.url, "--interval", "0.1"],
             cwd=str(ROOT),
-            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
+            env=TERMINAL_ENVIRONMENT,
             timeout=WATCHDOG_S,
             encoding="utf-8",
             dimensions=(40, 200),
