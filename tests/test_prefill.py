@@ -22,7 +22,7 @@ WATCHDOG_S, CONTEXT = 60.0, 128
 BLOCK, PROMPT = 16, 90
 """Positions of a block, and of the prompt: 6 blocks."""
 ROLES = "prefill", "decode"
-PARAMS: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
+PARAMS: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
 ENGINE = "tests.support.killed_prefill:make"
 
 
@@ -94,7 +94,7 @@ DEATHS = {
     "decode in mid-transfer": [("decode", "feed", 3)],
     "decode before the logits": [("decode", "feed", BLOCKS - 1)],
     "decode behind its first text": [("decode", "output", 0)],
-    "decode in the middle of its answer": [("decode", "output", 2)],
+    "decode in the middle of its answer": [("decode", "output", 6)],
     "both in turn": [("prefill", "output", 2), ("decode", "feed", 4)],
 }
 

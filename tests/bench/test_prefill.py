@@ -12,7 +12,7 @@ import pytest
 from bench.prefill import ONE, TWO, compared, summary
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("--rounds", "1", "--window-s", "1", "--prompt", "200")
+QUICK = ("--rounds", "1", "--window-s", "4", "--prompt", "200", "--no-lengths")
 
 
 def row(gap: float, first: float, text: str) -> dict[str, object]:

@@ -109,7 +109,8 @@ def refuse(driver: Driver, asked: list[tuple[dict[str, Any], dict[str, Any]]], *
         ([({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {})], "no messages"),
         ([({"prompt": ""}, {})], "prompt"),
         ([({}, {"token_ids": np.array([10**7])})], "no token 10000000"),
-        ([({}, {"embeds": np.ones((4, 3), np.float32)})], "talker needs the tokens"),
+        ([({}, {"embeds": np.ones((4, 3), np.float32)})], "rows of 3 numbers; the model takes 64"),
+        ([({}, {"embeds": np.ones((4, 64), np.float32)})], "talker needs the tokens"),
     ],
 )
 def test_a_wrong_raw_prompt_is_refused(
