@@ -53,6 +53,7 @@ def in_stage(stage: str, selector: str) -> str:
     return f'article[aria-label="stage {stage}"] {selector}'
 
 
+@pytest.mark.slow
 def test_a_typed_question_is_answered_while_a_stage_is_killed(lively: Server, fixture_processes: set[int]) -> None:
     with open_page() as page:
         page.resize(1280, 900)
@@ -76,9 +77,9 @@ LISTENED_S = "parseFloat(document.querySelector('.mic').innerText.replace(/[^0-9
 """For how many seconds the page has listened, as the button says."""
 
 
-def test_push_to_talk_sends_what_the_microphone_hears(lively: Server) -> None:
+def test_push_to_talk_sends_what_the_microphone_hears(studio: Server) -> None:
     with open_page() as page:  # its microphone beeps
-        page.open(lively.url)
+        page.open(studio.url)
         page.press(".mic")
         page.wait(f"{LISTENED_S} >= 1")
         page.release(".mic")
