@@ -147,6 +147,7 @@ def test_a_rule_that_replays_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert "hung" in kinds(first_violated())
 
 
+@pytest.mark.slow
 def test_a_replay_that_leaves_out_the_first_chunk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     resend = EngineLoop._resend
 
@@ -242,6 +243,7 @@ def test_a_journal_that_is_not_handed_over_is_found(monkeypatch: pytest.MonkeyPa
     assert kinds(first_violated(since=200)) <= {"corrupted", "duplicated", "lost"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_not_handed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dispatcher, "_post_checkpoint", lambda *arguments: None)
     assert kinds(first_violated(since=15)) == {"duplicated"}
