@@ -6,12 +6,13 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 
 import trio
 from rich.console import Console
 
 from omni_actors.command_line import click_errors
+from omni_actors.errors import OmniError
 from omni_actors.system import OmniSystem
 
 INTERRUPTED = 130
@@ -61,6 +62,23 @@ async def _cancel_on_signal(
             continue
         notes.print("interrupted", style="yellow")
         scope.cancel()
+
+
+@asynccontextmanager
+async def helper_tasks() -> AsyncIterator[trio.Nursery]:
+    """Open a nursery for tasks that help the block. An error of the block cancels them.
+
+    Raises an ``OmniError`` of the block as it is, and not inside an exception group.
+    """
+    failure: OmniError | None = None
+    async with trio.open_nursery() as nursery:
+        try:
+            yield nursery
+        except OmniError as error:
+            failure = error  # raised below, outside the nursery's exception group
+            nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 async def wait_ready(omni: OmniSystem, *, quiet: bool = False) -> None:

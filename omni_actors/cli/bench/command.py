@@ -81,6 +81,8 @@ def bench(
     """
     if options["rate"] is not None and options["concurrency"] is not None:
         raise click.UsageError("give --rate or --concurrency, not both")
+    if tests_itself and options["endpoint"] != "chat":
+        raise click.UsageError("--self-test needs --endpoint chat: its server answers nothing else")
     asked = {name: options.pop(name) for name in ("spoken", "voice", "max_tokens")}
     load = Load(**{**options, "concurrency": options["concurrency"] or 1})
     bounds = dict(map(_goal, goals))

@@ -84,8 +84,12 @@ class _Generator:
     async def warm_up(self) -> None:
         now = time.monotonic()
         measurement = Measurement(now, now)
-        with trio.fail_after(self._load.timeout_s):
-            await self._exchange(self._request(next(self._prompts)), measurement)
+        try:
+            with trio.fail_after(self._load.timeout_s):
+                await self._exchange(self._request(next(self._prompts)), measurement)
+        except trio.TooSlowError as error:
+            reason = f"a request of the warm-up took longer than {self._load.timeout_s:g} s (--timeout)"
+            raise ServerError("timeout", reason) from error
 
     async def repeat(self, began: float) -> None:
         """Send one request after the other until there are enough."""

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-import trio
 
 from omni_actors import config as configuration
 from omni_actors.cli.chat.commands import COMMANDS, Quit, execute
 from omni_actors.cli.chat.reader import PipeReader, Reader
 from omni_actors.cli.chat.session import Session, Speech
 from omni_actors.cli.chat.sound import PLAYERS, find_player
-from omni_actors.cli.running import notes, run
-from omni_actors.cli.server_client import open_server
+from omni_actors.cli.running import helper_tasks, notes, run
+from omni_actors.cli.server_client import ServerError, open_server
 from omni_actors.command_line import (
     KEY_OPTION,
     PIPELINE,
@@ -118,23 +117,25 @@ class _Talk:
             await self._converse(self._session, _terminal_reader() if self.is_terminal else PipeReader())
 
     async def _converse(self, session: Session, reader: Reader) -> None:
+        was_refused = False  # what is attached to a refused message is not sent alone at the end of the input
         while True:
             try:
                 line = await reader.read()
             except KeyboardInterrupt:
                 notes.print("Ctrl-D or /quit ends", style="dim")
                 continue
-            if line is None and not session.conversation.attached:
+            if line is None and (was_refused or not session.conversation.attached):
                 return
             try:
                 if line is not None and line.startswith("/"):
                     await execute(session, line)
                 elif (line or "").strip() or session.conversation.attached:
                     await session.ask((line or "").strip())
+                was_refused = False
             except Quit:
                 return
             except OmniError as error:
-                self.has_failed = True
+                self.has_failed, was_refused = True, isinstance(error, ServerError)
                 notes.print(str(error), style="red", markup=False)
             if line is None:
                 return
@@ -152,15 +153,9 @@ async def _local_server(pipeline: configuration.Pipeline) -> AsyncIterator[_Addr
     from omni_actors.serve.server import serve  # the web stack, which other commands need not import
 
     settings = ServerSettings(port=0, api_key=secrets.token_urlsafe())
-    failure: OmniError | None = None
-    async with trio.open_nursery() as nursery:
-        try:
-            with notes.status(f"starting {pipeline.name}"):
-                start = partial(serve, pipeline, settings, announce=lambda _: None, handles_signals=False)
-                url: str = await nursery.start(start)
-            yield url, settings.api_key
-        except OmniError as error:
-            failure = error  # raised below, outside the nursery's exception group
+    async with helper_tasks() as nursery:
+        with notes.status(f"starting {pipeline.name}"):
+            start = partial(serve, pipeline, settings, announce=lambda _: None, handles_signals=False)
+            url: str = await nursery.start(start)
+        yield url, settings.api_key
         nursery.cancel_scope.cancel()
-    if failure is not None:
-        raise failure

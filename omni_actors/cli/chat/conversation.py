@@ -30,6 +30,8 @@ class Conversation:
         self.attached: list[dict[str, Any]] = []
         """The parts that go with the next message."""
         self._messages: list[dict[str, Any]] = []
+        self._asked: list[dict[str, Any]] = []
+        """The attached parts of the last message of the user."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -39,15 +41,21 @@ class Conversation:
     def ask(self, text: str) -> None:
         """Add a message of the user, with what is attached."""
         parts = [*self.attached, *([{"type": "text", "text": text}] if text else [])]
+        self._asked = self.attached
         self._messages.append({"role": "user", "content": parts if self.attached else text})
         self.attached = []
 
+    def take_back(self) -> None:
+        """Undo the last ``ask``: forget its message, and attach its parts to the next one."""
+        self._messages.pop()
+        self.attached = self._asked
+
     def answer(self, text: str) -> None:
-        """Add an answer. An answer without text takes the question with it: there is nothing to go on from."""
+        """Add an answer. After an answer without text, the question is taken back."""
         if text:
             self._messages.append({"role": "assistant", "content": text})
         else:
-            self._messages.pop()
+            self.take_back()
 
     def reset(self) -> None:
         """Forget what was said and what is attached. The instructions stay."""

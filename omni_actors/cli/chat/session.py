@@ -13,7 +13,7 @@ import trio
 
 from omni_actors.cli.answer_events import AnswerPart, answer_part
 from omni_actors.cli.chat.conversation import Conversation
-from omni_actors.cli.chat.sound import SoundSink, sound_sink
+from omni_actors.cli.chat.sound import CannotWriteSound, SoundSink, sound_sink
 from omni_actors.cli.measurement import Measurement
 from omni_actors.cli.running import notes
 from omni_actors.cli.server_client import Server, ServerError, events
@@ -69,26 +69,33 @@ class Session:
     async def ask(self, text: str) -> None:
         """Send a message, and print the answer while it arrives. ``stop_answer`` ends it early.
 
-        Raises ServerError; the conversation then is as before.
+        Raises ServerError: the conversation is then as before, with what was attached. Raises CannotWriteSound after
+        the answer, which stays in the conversation.
         """
         self.conversation.ask(text)
         now = time.monotonic()
+        failure: CannotWriteSound | None = None
         measurement, texts = Measurement(due=now, sent=now), list[str]()
         try:
             with trio.CancelScope() as self._scope:
-                await self._receive(measurement, texts)
+                failure = await self._receive(measurement, texts)
+            was_stopped = self._scope.cancelled_caught
+        except ServerError:
+            self.conversation.take_back()
+            raise
         finally:
-            was_stopped = self._scope is not None and self._scope.cancelled_caught
             self._scope = None
-            self.conversation.answer("".join(texts) or ("" if not measurement.sound_s else "(sound)"))
             click.echo()
+        self.conversation.answer("".join(texts) or ("" if not measurement.sound_s else "(sound)"))
         measurement.ended = time.monotonic()
         self._answers, self._last = self._answers + 1, measurement
         self._tokens += measurement.tokens or 0
         if was_stopped:
             notes.print("stopped", style="yellow")
+        if failure is not None:
+            raise failure
 
-    async def _receive(self, measurement: Measurement, texts: list[str]) -> None:
+    async def _receive(self, measurement: Measurement, texts: list[str]) -> CannotWriteSound | None:
         speech = self._speech
         path = None if speech.folder is None else speech.folder / f"answer-{self._answers + 1}.wav"
         body = {"model": self.model, "messages": self.conversation.messages, "stream": True}
@@ -102,8 +109,9 @@ class Session:
                     await self._show(part, texts, sink)
             if not measurement.is_complete:
                 raise ServerError("incomplete answer", "the connection ended before the answer did")
-        if path is not None and measurement.sound_s:
+        if path is not None and measurement.sound_s and sink.failure is None:
             notes.print(f"\n{path}: {measurement.sound_s:.1f} s of speech", style="dim", markup=False)
+        return sink.failure
 
     async def _show(self, part: AnswerPart, texts: list[str], sink: SoundSink) -> None:
         if part.text:

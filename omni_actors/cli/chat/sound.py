@@ -13,6 +13,8 @@ import numpy as np
 import trio
 
 from omni_actors.cli.answer_events import SAMPLE_BYTES, SPEECH_RATE
+from omni_actors.cli.running import helper_tasks
+from omni_actors.errors import OmniError
 from omni_actors.output_files import SoundWriter
 from omni_actors.outputs import AudioChunk
 
@@ -31,6 +33,10 @@ def find_player() -> tuple[str, ...] | None:
     return next((command for command in PLAYERS if shutil.which(command[0])), None)
 
 
+class CannotWriteSound(OmniError):
+    """The file of a spoken answer cannot be written."""
+
+
 class SoundSink:
     """Takes the sound of one answer.
 
@@ -41,19 +47,30 @@ class SoundSink:
 
     def __init__(self, file: SoundWriter | None, player: trio.MemorySendChannel[bytes] | None) -> None:
         self._file, self._player = file, player
+        self.failure: CannotWriteSound | None = None
+        """Why the file has not all of the sound. The rest of the answer is still taken."""
         self._rest = b""
         """The first half of a sample."""
 
     async def write(self, data: bytes) -> None:
-        """Take samples: 16-bit little-endian, mono, at ``SPEECH_RATE``. Raises what ``SoundWriter.write`` does."""
+        """Take samples: 16-bit little-endian, mono, at ``SPEECH_RATE``. ``failure`` tells of a file that failed."""
         data = self._rest + data
         whole = len(data) - len(data) % SAMPLE_BYTES
         data, self._rest = data[:whole], data[whole:]
         if self._player is not None:
             await self._player.send(data)
-        if self._file is not None:
+        if self._file is not None and self.failure is None:
             samples = np.frombuffer(data, np.int16).astype(np.float32) * np.float32(1 / 32768)
-            await self._file.write(AudioChunk(samples, SPEECH_RATE))
+            await self._write_file(AudioChunk(samples, SPEECH_RATE))
+
+    async def _write_file(self, chunk: AudioChunk) -> None:
+        import soundfile  # takes 50 ms; most conversations write no file
+
+        assert self._file is not None
+        try:
+            await self._file.write(chunk)
+        except (OSError, soundfile.LibsndfileError) as error:
+            self.failure = CannotWriteSound(f"the spoken answer cannot be written: {error}")
 
 
 @asynccontextmanager
@@ -71,7 +88,7 @@ async def sound_sink(path: Path | None, player: tuple[str, ...] | None) -> Async
 @asynccontextmanager
 async def _playing(command: tuple[str, ...]) -> AsyncIterator[trio.MemorySendChannel[bytes]]:
     send, receive = trio.open_memory_channel[bytes](WAITING_PIECES)
-    async with trio.open_nursery() as nursery, send:
+    async with helper_tasks() as nursery, send:
         nursery.start_soon(_play, command, receive)
         yield send
 

@@ -1,0 +1,140 @@
+"""The terminal commands with servers that refuse, are silent, or send hostile text. The servers are plain sockets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import trio
+from click.testing import CliRunner, Result
+
+from omni_actors.cli import main
+from omni_actors.cli.bench.self_test import bare_server
+from omni_actors.cli.server_client import ServerError
+
+WATCHDOG_S = 60.0
+REFUSAL = (503, b'{"error": {"message": "busy", "code": "overloaded"}}')
+
+
+def answered(*deltas: dict[str, Any], ends: bool = True) -> tuple[int, bytes]:
+    """Return a streamed answer."""
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+    events = [json.dumps(each) for each in [*chunks, *([last] if ends else [])]] + ["[DONE]"] * ends
+    return 200, b"".join(f"data: {event}\n\n".encode() for event in events)
+
+
+class Scripted:
+    """A server that gives the answers of a list to its POST requests, one after the other."""
+
+    def __init__(self, model: str = "any") -> None:
+        self.answers: list[tuple[int, bytes]] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.listed: bytes = json.dumps({"data": [{"id": model}]}).encode()
+        scripted = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(200, scripted.listed)
+
+            def do_POST(self) -> None:
+                scripted.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self.reply(*scripted.answers.pop(0))
+
+            def reply(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("content-type", "text/event-stream" if body.startswith(b"data") else "text/plain")
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+
+@pytest.fixture
+def scripted() -> Iterator[Scripted]:
+    server = Scripted()
+    thread = Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.http.shutdown()
+    thread.join()
+    server.http.server_close()
+
+
+@pytest.fixture
+def player(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program with the name of a player, on a PATH of its own."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "aplay"
+    program.write_text("#!/bin/sh\nexec /bin/cat > /dev/null\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+
+
+def chat(server: Scripted, messages: str, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["chat", "--url", server.url, *arguments], input=messages)
+
+
+@pytest.mark.usefixtures("player")
+def test_a_refusal_is_one_line_while_a_player_runs(scripted: Scripted) -> None:
+    scripted.answers = [REFUSAL, answered({"content": "hi"})]
+    result = chat(scripted, "one\ntwo\n", "--play")
+    assert (result.exit_code, result.stdout) == (1, "\nhi\n"), result.stderr
+    assert result.stderr == "busy (status 503)\n"
+
+
+def test_a_file_that_cannot_be_written_is_one_line(scripted: Scripted, tmp_path: Path) -> None:
+    (tmp_path / "answer-1.wav").mkdir()
+    scripted.answers = [answered({"audio": {"data": "AAAA" * 160}})]
+    result = chat(scripted, "one\n", "-o", str(tmp_path))
+    assert result.exit_code == 1
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "the spoken answer cannot be written" in result.stderr
+    assert len(result.stderr.splitlines()) <= 3, "one sentence, and no traceback"
+
+
+@pytest.mark.parametrize("failure", [REFUSAL, answered({"content": "half"}, ends=False)], ids=["refused", "broken"])
+def test_after_a_failure_the_conversation_is_as_before(
+    failure: tuple[int, bytes], scripted: Scripted, recording: Callable[..., bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "q.wav").write_bytes(recording())
+    scripted.answers = [failure, answered({"content": "yes"})]
+    chat(scripted, f"/audio {tmp_path}/q.wav\nfirst\nagain\n")
+    first, again = (body["messages"] for body in scripted.bodies)
+    assert len(first) == len(again) == 1
+    assert again[0]["content"][:-1] == first[0]["content"][:-1], "the sound goes with the next message"
+    assert again[0]["content"][-1]["text"] == "again"
+
+
+def test_a_warm_up_that_takes_too_long_is_one_sentence() -> None:
+    result = CliRunner().invoke(main, ["bench", "--self-test", "--timeout", "0.05"])
+    assert result.exit_code == 1
+    assert "a request of the warm-up took longer than 0.05 s (--timeout)" in result.stderr
+
+
+def test_the_self_test_refuses_other_endpoints() -> None:
+    result = CliRunner().invoke(main, ["bench", "--self-test", "--endpoint", "transcriptions"])
+    assert result.exit_code == 2
+    assert "--self-test needs --endpoint chat" in result.stderr
+
+
+def test_a_bare_server_that_dies_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start() -> None:
+        with trio.fail_after(WATCHDOG_S):
+            async with bare_server():
+                pytest.fail("the server did not start")
+
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(ServerError, match="ended before it printed its URL"):
+        trio.run(start)
