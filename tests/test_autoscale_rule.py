@@ -116,3 +116,19 @@ def test_it_removes_no_replica_that_the_same_load_would_add_again() -> None:
     run = simulate(BOUNDS, pairs, lambda: 2.75, until=4000.0)
     assert run.wanted(4000.0) == 2
     assert not run.changes_within(60.0 + 2 * BOUNDS.down_after_s, 4000.0), run.changes
+
+
+def test_a_pause_is_not_counted_as_service() -> None:
+    """Before and after it, a request of 0.9 s every 2 s fits one replica. Five wait when a pause of a minute begins."""
+    rule, wanted, paused, resumed = AutoscaleRule(BOUNDS, 4), 1, 301.0, 361.0
+    waiting = [300.9] * 5
+    for step in range(int(600 / INTERVAL_S)):
+        now = step * INTERVAL_S
+        if paused <= now < resumed:
+            rule.hold(now)
+            continue
+        came = [at for at in regular(0.5, 0.0, 600.0) if at <= now and not paused <= at < resumed]
+        since = [at for at in came if now < at + 0.9] + (waiting if 300.9 <= now < resumed + 0.9 else [])
+        arrived = len(came) + (len(waiting) if now >= 300.9 else 0)
+        wanted = rule.decide(Demand(now, arrived, sorted(since), wanted, wanted))
+        assert wanted == 1, now

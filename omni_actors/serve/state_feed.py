@@ -4,7 +4,8 @@ Rules
 1. The state is read at most once in ``PERIOD_S``, whatever the number of viewers, and not at all without a viewer.
 2. A viewer's first event, ``state``, has the whole state. Each ``change`` is a JSON merge patch of the state before. An
    event is made once and sent to every viewer. Nothing is sent while nothing changes, but a comment each ``COMMENT_S``,
-   by which the kernel finds viewers that have gone.
+   by which the kernel finds viewers that have gone. So a viewer adds its own clock's time since the last event to the
+   event's ``at``.
 3. A viewer that reads too slowly misses changes, and gets the whole state instead: at most ``KEPT`` events are kept.
 4. There are at most ``MAX_VIEWERS`` viewers.
 5. The stream ends when the server begins to drain, after the event ``end``.
@@ -90,8 +91,8 @@ class StateFeed:
         self._next_read = now + PERIOD_S
         state = msgspec.to_builtins(self._read())
         patch = merge_patch(self._state, state)
+        self._state = state  # also its `at`, from which a new viewer counts the time of what lasts
         if patch.keys() <= {"at"}:
             return
-        self._state = state
         self._version += 1
         self._changes.append(event(patch, "change"))

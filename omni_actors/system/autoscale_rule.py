@@ -18,6 +18,8 @@ Rules
    not longer than ``down_after_s``. So replicas that no request needs are removed after twice that time. Rule 1 also
    looks at the last seconds: a load that has just begun shows as more arrivals than chance explains (``CHANCE``
    standard deviations of a Poisson distribution).
+6. Time without service, such as a pause, is no measure of the load (``hold``): arrivals, service and queueing are
+   measured anew afterwards, and rule 2 waits for ``down_after_s`` from then on. Seconds of service remain known.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ class AutoscaleRule:
         self._needed = deque[tuple[float, int]]()
         """The numbers that the load needed by rule 2, with their times: decreasing, so that the first one counts."""
         self._began = math.inf
+        """When the present measurement began: with the first decision, or at the end of the last hold."""
+        self._held_until = -math.inf
         self._queued_at: dict[int, float] = {}
         """The load at which so many replicas did not suffice."""
         self._stalled: tuple[float, float] | None = None
@@ -107,6 +111,12 @@ class AutoscaleRule:
         if wanted > demand.wanted:
             self._remember(demand.now, wanted)
         return wanted
+
+    def hold(self, now: float) -> None:
+        """Note that the stage does not serve. Call it at intervals in place of ``decide``."""
+        self._began = self._held_until = now
+        self._samples.clear()
+        self._stalled = None
 
     def _remember(self, now: float, needed: int) -> None:
         while self._needed and self._needed[-1][1] <= needed:
@@ -162,7 +172,7 @@ class AutoscaleRule:
     def _queue_s(self, demand: Demand) -> float:
         """Return how long the oldest queued request has waited. Requests are served in the order of their arrival."""
         served = demand.ready * self._concurrency
-        return demand.now - demand.since[served] if len(demand.since) > served else 0.0
+        return demand.now - max(demand.since[served], self._held_until) if len(demand.since) > served else 0.0
 
     # the numbers
 

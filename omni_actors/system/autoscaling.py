@@ -4,6 +4,7 @@ Rules
 1. ``autoscale_rule`` alone decides about numbers. A number that ``scale`` has set counts as its last decision.
 2. One change of a stage runs at a time. While its replicas load or drain, decisions are made and not carried out.
 3. While generation is paused or the stage sleeps, nothing is decided: what waits then does not wait for replicas.
+   The rule measures the load anew afterwards.
 4. If a replica cannot load, or there is no device for it, that is logged, and the next change waits for ``RETRY_S``.
 """
 
@@ -51,6 +52,7 @@ class AutoscaleControl(ScaleControl):
             while True:
                 await trio.sleep(INTERVAL_S)
                 if self._orchestrator.is_held or stage in self._orchestrator.closures.asleep:
+                    rule.hold(trio.current_time())
                     continue
                 demand = self._demand(stage)
                 wanted = rule.decide(demand)

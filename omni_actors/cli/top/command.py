@@ -92,7 +92,7 @@ class _Top:
 
     def _draw(self, source: StateSource, where: Live | Console, *, lines: int | None) -> None:
         assert source.state is not None
-        shown = screen(source.state, self._rates, url=self._url, lost=source.lost, lines=lines)
+        shown = screen(source.state, self._rates, now=source.now(), url=self._url, lost=source.lost, lines=lines)
         if isinstance(where, Live):
             where.update(shown, refresh=True)
         else:

@@ -39,12 +39,14 @@ FRAME_LINES = 9
 """Lines that are not rows: the head, the heads of the tables, and the legend."""
 
 
-def screen(state: LiveState, rates: Rates, *, url: str, lost: str | None, lines: int | None) -> RenderableType:
-    """Return the screen. lines: how many rows fit; None: all are shown. lost: why the state is old."""
-    stages = _stages(state)
+def screen(
+    state: LiveState, rates: Rates, *, now: float, url: str, lost: str | None, lines: int | None
+) -> RenderableType:
+    """Return the screen. now: the server's Unix time. lines: rows that fit; None: all. lost: why the state is old."""
+    stages = _stages(state, now)
     left = None if lines is None else max(0, lines - FRAME_LINES - stages.row_count)
     rings = _rings(state, rates, left)
-    requests = _requests(state, None if left is None else max(0, left - rings.row_count))
+    requests = _requests(state, now, None if left is None else max(0, left - rings.row_count))
     parts = [part for table in (stages, rings, requests) if table.row_count for part in (Text(), table)]
     legend = Text("  ").join(Text(kind, style) for kind, style in BAR_STYLES.items())
     return Group(_head(state, rates, url, lost), *parts, *([legend] if requests.row_count else []))
@@ -77,7 +79,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _stages(state: LiveState) -> Table:
+def _stages(state: LiveState, now: float) -> Table:
     table = _table("stage", "engine", "state", ">pid", ">generation", ">restarts", ">requests", ">load", "note")
     for name, stage in state.stages.items():
         for number, replica in stage.replicas.items():
@@ -85,15 +87,15 @@ def _stages(state: LiveState) -> Table:
             load = "" if replica.load_s is None else f"{replica.load_s:.1f} s"
             counts = (replica.pid or "", replica.generation, replica.restarts, replica.requests)
             status = Text(replica.state, STATE_STYLES.get(replica.state, ""))
-            table.add_row(label, stage.engine, status, *map(str, counts), load, _note(replica, state.at))
+            table.add_row(label, stage.engine, status, *map(str, counts), load, _note(replica, now))
     return table
 
 
-def _note(replica: LiveReplica, at: float) -> Text:
+def _note(replica: LiveReplica, now: float) -> Text:
     """Return what the worker is doing, or how the last one died."""
     note = Text(replica.note if replica.state != "ready" else "")
     if replica.down_since is not None:
-        note.append(f" down for {max(0.0, at - replica.down_since):.1f} s", "red")
+        note.append(f" down for {max(0.0, now - replica.down_since):.1f} s", "red")
     if replica.deaths:
         note.append(f" last death: {replica.deaths[-1].how}", "dim")
     return note
@@ -112,11 +114,11 @@ def _rings(state: LiveState, rates: Rates, most: int | None) -> Table:
     return table
 
 
-def _requests(state: LiveState, most: int | None) -> Table:
+def _requests(state: LiveState, now: float, most: int | None) -> Table:
     table = _table("request", "state", ">time", ">TTFT", ">TTFA", ">replays", "life")
     newest = sorted(state.requests.values(), key=lambda each: (each.state in ENDED, -each.submitted))
     for request in newest[:most]:
-        total = request.total_s if request.total_s is not None else max(0.0, state.at - request.submitted)
+        total = request.total_s if request.total_s is not None else max(0.0, now - request.submitted)
         times = (_seconds(value) for value in (total, request.ttft_s, request.ttfa_s))
         status = Text(request.state, STATE_STYLES.get(request.state, "red"))
         failure = Text(f"  {request.failure.message}", "red") if request.failure is not None else Text()

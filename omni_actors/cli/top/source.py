@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import httpx2
@@ -27,8 +28,15 @@ class StateSource:
         self._document: dict[str, Any] = {}
         self.state: LiveState | None = None
         self.lost: str | None = None
+        self._received = 0.0
+        """When the latest state arrived, by the monotonic clock."""
         self.arrived = trio.Event()
         """Set when the first state is there."""
+
+    def now(self) -> float:
+        """Return the server's Unix time: that of the latest state, and the time since it arrived."""
+        assert self.state is not None
+        return self.state.at + time.monotonic() - self._received
 
     async def follow(self) -> None:
         """Follow the state until cancelled, and connect again after a loss.
@@ -52,7 +60,7 @@ class StateSource:
             async for document in events(response, self._document_after):
                 if document is not None:
                     self._document, self.lost = document, None
-                    self.state = _typed(document)
+                    self.state, self._received = _typed(document), time.monotonic()
                     self.arrived.set()
 
     def _document_after(self, event: httpx2.ServerSentEvent) -> dict[str, Any] | None:

@@ -1,15 +1,15 @@
 // The diagram: stages with their replicas as boxes, and the rings between them as lines that move while bytes flow.
 
 import { chaos, inject } from "./chaos.js";
-import { live, rateOf } from "./live.js";
+import { live, rateOf, serverTime } from "./live.js";
 import { layout } from "./layout.js";
 import { useClock, useStore } from "./store.js";
 import { bytes, html, seconds, useLayoutEffect, useRef, useState } from "./view.js";
 
 function Replica({ stage, number, replica, recovered, hasChaos, limit }) {
-  const now = useClock(100, Boolean(replica.down_since));
+  useClock(100, Boolean(replica.down_since));
   const label = replica.standby && replica.state === "ready" ? "standby" : replica.state;
-  const down = replica.down_since ? Math.max(0, now - replica.down_since) : null;
+  const down = replica.down_since ? Math.max(0, serverTime() - replica.down_since) : null;
   const facts = [`generation ${replica.generation}`, replica.note];
   return html`<div class="replica" data-state=${label} title=${facts.join(", ")}>
     <div class="line"><i class="dot" aria-hidden="true"></i><b>${label}</b>

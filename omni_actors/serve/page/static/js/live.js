@@ -9,6 +9,7 @@ const RETRY_MS = 1000;
 // state: the document of /v1/state. isConnected: whether its stream is open. needsKey: whether the server wants a key.
 // recoveries: by "stage.replica", the seconds from the latest death until the replica was ready again.
 export const live = new Store({ state: null, isConnected: false, needsKey: false, recoveries: {} });
+let received = 0; // when the latest state arrived, by performance.now()
 const samples = []; // the rings' counters of the last seconds: [ms, {ring: [messages, bytes]}]
 
 function merge(document, patch) {
@@ -26,7 +27,13 @@ export function replicasOf(state) {
     Object.entries(each.replicas).map(([number, replica]) => ({ stage, number, name: `${stage}.${number}`, replica })));
 }
 
+// Returns the server's Unix time in seconds. The browser's own clock may be set differently.
+export function serverTime() {
+  return live.value.state.at + (performance.now() - received) / 1000;
+}
+
 function take(state) {
+  received = performance.now();
   const { state: before, recoveries } = live.value;
   const found = { ...recoveries };
   const earlier = Object.fromEntries(replicasOf(before).map((each) => [each.name, each.replica]));

@@ -1,6 +1,6 @@
 // Each request as a bar chart: when it waited, when each stage computed, and what a death cost.
 
-import { live } from "./live.js";
+import { live, serverTime } from "./live.js";
 import { useClock, useStore } from "./store.js";
 import { html, seconds } from "./view.js";
 
@@ -30,7 +30,7 @@ function Bars({ request, now }) {
 }
 
 function RequestRow({ request, isOpen }) {
-  const now = useClock(100, request.total_s === undefined);
+  useClock(100, request.total_s === undefined);
   const facts = [
     request.ttft_s !== undefined && `text ${seconds(request.ttft_s)}`,
     request.ttfa_s !== undefined && `sound ${seconds(request.ttfa_s)}`,
@@ -39,7 +39,7 @@ function RequestRow({ request, isOpen }) {
   return html`<details class="request" data-state=${request.state} open=${isOpen}>
     <summary><i class="dot" aria-hidden="true"></i><code>${request.name.slice(0, 17)}</code><span>${facts.join(" · ")}</span>
       <b>${request.total_s === undefined ? request.state : seconds(request.total_s)}</b></summary>
-    <${Bars} request=${request} now=${now} />
+    <${Bars} request=${request} now=${serverTime()} />
     ${request.failure && request.state === "failed" ? html`<p class="error">${request.failure.type}: ${request.failure.message}</p>` : null}
   </details>`;
 }

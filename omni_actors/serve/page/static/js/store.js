@@ -31,7 +31,7 @@ export function useStore(store) {
   return value;
 }
 
-// Renders the component again each `ms` while `isActive`, and returns the Unix time in seconds.
+// Renders the component again each `ms` while `isActive`.
 export function useClock(ms, isActive = true) {
   const [, tick] = useState(0);
   useEffect(() => {
@@ -39,5 +39,4 @@ export function useClock(ms, isActive = true) {
     const timer = setInterval(() => tick((count) => count + 1), ms);
     return () => clearInterval(timer);
   }, [ms, isActive]);
-  return Date.now() / 1000;
 }
