@@ -35,6 +35,8 @@ from omni_actors.serve.http.exchange import Exchange
 
 DRAINING = "omni_actors.draining"
 """The key of the scope; see above."""
+CLOSE_S = 2.0
+"""The time that a client has to take what was sent before a close frame, and to answer it."""
 PING_S = 20.0
 PARSED_BYTES = 4096
 _VERSION = b"13"
@@ -179,10 +181,12 @@ class WebSocket:
             raise BrokenPipeError("the WebSocket has ended") from error
 
     async def _close(self, code: int, reason: str | None = None) -> None:
-        """Send a close frame, unless the WebSocket has ended."""
-        with suppress(OSError):
-            await self._write(events.CloseConnection(code, reason))
-        await self._ended.wait()
+        """Send a close frame, unless the WebSocket has ended, and end it: a client has ``CLOSE_S`` to answer."""
+        with trio.move_on_after(CLOSE_S):
+            with suppress(OSError):
+                await self._write(events.CloseConnection(code, reason))
+            await self._ended.wait()
+        self._set_ended()
 
     # the tasks
 

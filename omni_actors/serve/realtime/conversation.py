@@ -47,6 +47,14 @@ class Entry:
             self.words_known.set()
 
     @property
+    def is_spoken(self) -> bool:
+        """Whether it is a spoken answer, of which sound may not have left yet."""
+        match self.item:
+            case Message(role="assistant", content=[part, *_]):
+                return part.type == "output_audio"
+        return False
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the recordings and, about, of the text."""
         match self.item:
@@ -123,17 +131,21 @@ class Conversation:
         """Remove an item. Raises HTTPError."""
         self.entries.remove(self.find(id))
 
-    def truncate(self, id: str, audio_end_ms: int) -> None:
-        """Keep of a spoken answer the words that were heard in so many milliseconds. Raises HTTPError."""
+    def check_truncation(self, id: str, audio_end_ms: int) -> Entry:
+        """Return the entry of a spoken answer that has so many milliseconds of sound. Raises HTTPError."""
         entry = self.find(id)
-        item = entry.item
-        part = item.content[0] if isinstance(item, Message) and item.role == "assistant" and item.content else None
-        if part is None or part.type != "output_audio":
+        if not entry.is_spoken:
             raise bad_request("item_id: only a spoken answer can be truncated", "item_id")
         if audio_end_ms > 1000 * entry.sent_s:
             message = f"audio_end_ms: the answer has {1000 * entry.sent_s:.0f} ms of sound"
             raise bad_request(message, "audio_end_ms")
-        part.transcript = entry.spoken.heard(audio_end_ms)
+        return entry
+
+    def truncate(self, id: str, audio_end_ms: int) -> None:
+        """Keep of a spoken answer the words that were heard in so many milliseconds. Raises HTTPError."""
+        entry = self.check_truncation(id, audio_end_ms)
+        assert isinstance(entry.item, Message)
+        entry.item.content[0].transcript = entry.spoken.heard(audio_end_ms)
 
 
 def chat_messages(
@@ -150,7 +162,7 @@ def chat_messages(
             case Message() as item:
                 if content := _content(entry, item, clips, transcribed=transcribed):
                     messages.append({"role": item.role, "content": content})
-            case FunctionCall() as item:
+            case FunctionCall() as item if item.status != "incomplete":  # its arguments were cut
                 arguments = arguments_object(call_of(item), "arguments")
                 call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})

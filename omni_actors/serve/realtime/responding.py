@@ -113,10 +113,7 @@ class Response:
         """Send the answer. ``_failure`` is why there is none, or no more."""
         try:
             if self._pipeline.transcribes:
-                for entry in self._entries:
-                    await entry.words_known.wait()
-                    if entry.error is not None:
-                        raise entry.error
+                await self._wait_words()
             async with trio.open_nursery() as nursery:
                 queue, queued = trio.open_memory_channel[bytes](QUEUED_CHUNKS)
                 nursery.start_soon(self._send_sound, queued)
@@ -142,6 +139,17 @@ class Response:
         if rest := self._encoder.finish():
             await queue.send(rest)
 
+    async def _wait_words(self) -> None:
+        """Wait for the words of the recordings, and leave out what has none.
+
+        Raises OmniError: there are none of the last item, which is what the answer would be about.
+        """
+        for entry in self._entries:
+            await entry.words_known.wait()
+        if self._entries and (error := self._entries[-1].error) is not None:
+            raise error
+        self._entries = [entry for entry in self._entries if entry.error is None]
+
     async def _read(self, queue: trio.MemorySendChannel[bytes], script: trio.MemorySendChannel[str] | None) -> None:
         """Read the answer of the model. script: receives the text to speak, if a request of its own speaks it."""
         entries = self._entries
@@ -166,7 +174,8 @@ class Response:
             finally:
                 generation.abort()
         await self._add_text(*self._calls.finish(), script)
-        self._events.end_call()
+        if self._finish_reason != "length":  # else the last call was cut, and the end of the response ends it
+            self._events.end_call()
 
     def _begin(self, entries: Sequence[Entry]) -> Generation:
         """Submit the request. Raises OmniError."""

@@ -84,7 +84,7 @@ class Responses:
 
     async def truncate(self, id: str, audio_end_ms: int) -> None:
         """Keep of a spoken answer what was heard in so many milliseconds. Raises HTTPError."""
-        entry = self._conversation.find(id)
+        entry = self._conversation.check_truncation(id, audio_end_ms)
         if self.current is not None and self.current.message is entry:
             await self._cut(self.current, "client_cancelled")
         self._conversation.truncate(id, audio_end_ms)
@@ -98,7 +98,7 @@ class Responses:
         if response is self.current:
             await self._cut(response, "turn_detected")
         entry, self._latest = response.message, None
-        if entry is not None and entry in self._conversation.entries and entry.sent_s:
+        if entry is not None and entry in self._conversation.entries and entry.is_spoken:
             await self.truncate(entry.item.id, played_ms)
 
     def _given(self, item: Item | ItemReference) -> Entry:
