@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import trio
@@ -149,7 +149,7 @@ class Conversation:
 
 
 def chat_messages(
-    entries: Iterable[Entry], instructions: str, *, transcribed: bool
+    entries: Sequence[Entry], instructions: str, *, transcribed: bool
 ) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
     """Return the messages of a conversation, and its recordings, to which the messages refer by index.
 
@@ -157,12 +157,16 @@ def chat_messages(
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     clips: list[AudioChunk] = []
+    items = [entry.item for entry in entries]
+    cut = {item.call_id for item in items if isinstance(item, FunctionCall) and item.status == "incomplete"}
     for entry in entries:
         match entry.item:
             case Message() as item:
                 if content := _content(entry, item, clips, transcribed=transcribed):
                     messages.append({"role": item.role, "content": content})
-            case FunctionCall() as item if item.status != "incomplete":  # its arguments were cut
+            case FunctionCall(call_id=id) | FunctionCallOutput(call_id=id) if id in cut:
+                pass  # its arguments are no JSON object
+            case FunctionCall() as item:
                 arguments = arguments_object(call_of(item), "arguments")
                 call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})

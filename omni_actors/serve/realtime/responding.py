@@ -140,13 +140,14 @@ class Response:
             await queue.send(rest)
 
     async def _wait_words(self) -> None:
-        """Wait for the words of the recordings, and leave out what has none.
+        """Wait for the words of the recordings, and leave out the items that have none.
 
-        Raises OmniError: there are none of the last item, which is what the answer would be about.
+        Raises OmniError: there are none of the latest recording, which the answer would be about.
         """
         for entry in self._entries:
             await entry.words_known.wait()
-        if self._entries and (error := self._entries[-1].error) is not None:
+        recorded = [entry for entry in self._entries if entry.recordings]
+        if recorded and (error := recorded[-1].error) is not None:
             raise error
         self._entries = [entry for entry in self._entries if entry.error is None]
 

@@ -191,6 +191,16 @@ def test_a_spoken_answer_is_paced_cancelled_and_truncated(talk: Session) -> None
     assert before[: len(kept)] == kept
 
 
+def test_a_truncation_that_is_refused_leaves_the_answer_running(talk: Session) -> None:
+    talk.ask("word " * 10)  # 3 s of sound, of which the last second waits for its time
+    talk.send("response.create")
+    item = talk.until("response.output_audio.delta")[-1]["item_id"]
+    talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=60_000)
+    events = talk.until("response.done")
+    assert [event["error"]["param"] for event in events if event["type"] == "error"] == ["audio_end_ms"]
+    assert events[-1]["response"]["status"] == "completed"
+
+
 def test_a_response_may_follow_a_cancelled_one_at_once(talk: Session) -> None:
     talk.ask("word " * 50)
     talk.send("response.create")
