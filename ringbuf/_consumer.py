@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from pickle import PickleBuffer
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -96,6 +96,17 @@ class Frame:
                 error.add_note(str(borrowed))  # by this function, which goes on with its error
 
 
+class Record(NamedTuple):
+    """A record as it lies in the ring: a whole message, or a fragment of one.
+
+    kind, place: what ``Producer.commit_record`` takes. frame: its bytes, in the ring.
+    """
+
+    kind: int
+    place: int
+    frame: Frame
+
+
 class Whole:
     """Private memory in which the fragments of a message are joined. total 0: a predecessor took its beginning."""
 
@@ -140,25 +151,35 @@ class Consumer:
         fragments for which there is no memory).
         """
         end = self._end
-        if self._closed:
-            raise RingClosed("consumer")
-        if end.parked:
-            end.unpark()
+        self._wake_up()
         while self._next != self._tail or self._load_tail():
             start = self._next
             kind, length, place, after = end.read_record(start, self._tail)
-            at = start % self._capacity + RECORD
             if kind == WHOLE:
                 self._partial = None
-                frame = Frame(self._data[at : at + length], self, after)
-                self._unreleased.append(frame)
-                self._next = after
-                return frame
+                return self._frame(start, length, after)
             whole = self._gather(start, kind, length, place)
             self._next = after
             self._reclaim(after)
             if whole is not None:
                 return Frame(whole.memory, whole, after)
+        return None
+
+    def try_record(self) -> Record | None:
+        """Return the next record, or None if none has arrived. Fragments are not joined. Ends a ``park``.
+
+        For a program that passes records on to another ring (``Producer.commit_record``). Use either this or
+        ``try_recv`` on a ring, not both. Raises RingClosed (the producer closed and all was received), RingCorrupted.
+        """
+        self._wake_up()
+        while self._next != self._tail or self._load_tail():
+            start = self._next
+            kind, length, place, after = self._end.read_record(start, self._tail)
+            if kind != PAD:
+                return Record(kind, place, self._frame(start, length, after))
+            self._skip(start, length)
+            self._next = after
+            self._reclaim(after)
         return None
 
     def recv(self, timeout: float | None = None, *, spin_s: float = 0.0) -> Frame:
@@ -215,6 +236,21 @@ class Consumer:
         self._end.close()
         self._waiter.close()
 
+    def _wake_up(self) -> None:
+        """End a ``park``. Raises RingClosed (closed here)."""
+        if self._closed:
+            raise RingClosed("consumer")
+        if self._end.parked:
+            self._end.unpark()
+
+    def _frame(self, start: int, length: int, after: int) -> Frame:
+        """Return the record at ``start`` as a frame. The next record is the one at ``after``."""
+        at = start % self._capacity + RECORD
+        frame = Frame(self._data[at : at + length], self, after)
+        self._unreleased.append(frame)
+        self._next = after
+        return frame
+
     def _load_tail(self) -> bool:
         """Return whether more has arrived. Raises RingClosed, RingCorrupted."""
         end, following = self._end, self._next
@@ -235,8 +271,7 @@ class Consumer:
     def _gather(self, start: int, kind: int, length: int, place: int) -> Whole | None:
         """Add a fragment, or skip padding. Return the message if it is whole."""
         if kind == PAD:
-            if (start + RECORD + length) % self._capacity:
-                raise self._segment.corrupted(start, "padding that ends before the data area does")
+            self._skip(start, length)
             return None
         partial = self._partial
         if kind == FIRST:
@@ -261,6 +296,11 @@ class Consumer:
             return None
         self._partial = None
         return partial
+
+    def _skip(self, start: int, length: int) -> None:
+        """Check padding. Raises RingCorrupted."""
+        if (start + RECORD + length) % self._capacity:
+            raise self._segment.corrupted(start, "padding that ends before the data area does")
 
     def _reclaim(self, after: int) -> None:
         """Give back space that no frame uses: at once, or with the frame before it."""

@@ -85,6 +85,17 @@ class Producer:
         Raises RingMisuse (nothing was reserved), FrameBorrowed (an array made from the view is alive), RingClosed
         (the consumer closed).
         """
+        self.commit_record(WHOLE, 0)
+
+    def commit_record(self, kind: int, place: int) -> None:
+        """Do as ``commit``, with the kind and the place of a record of another ring (``Consumer.try_record``).
+
+        So messages pass from ring to ring without being joined in between. The caller keeps the order of the records;
+        the consumer checks it. Raises ValueError (no such kind or place; the reservation stays open), and what
+        ``commit`` raises.
+        """
+        if not WHOLE <= kind <= LAST or not 0 <= place <= MAX_MESSAGE:
+            raise ValueError(f"a record of kind {kind} and place {place}")
         reserved = self._reserved
         if reserved is None:
             raise RingMisuse("nothing is reserved")
@@ -92,7 +103,7 @@ class Producer:
         self._drop(reserved)
         if self._end.peer_closed():
             raise RingClosed("consumer")
-        self._end.publish_record(self._start, WHOLE, n, 0)
+        self._end.publish_record(self._start, kind, n, place)
 
     def abandon(self) -> None:
         """Discard the open reservation; nothing is sent. Does nothing without a reservation."""

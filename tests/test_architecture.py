@@ -74,6 +74,7 @@ LAYERS: dict[str, set[str]] = {
         *WORKER,
         *("omni_actors.worker", "omni_actors.config", "omni_actors.transitions", "omni_actors.log_events"),
     },
+    "omni_actors.cluster": {"omni_actors.errors", "omni_actors.protocol", "omni_actors.supervisor", "ringbuf"},
     "omni_actors.orchestrator": {
         *("omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", "omni_actors.transitions"),
         *LEAVES,

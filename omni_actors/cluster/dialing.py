@@ -1,0 +1,122 @@
+"""The side that connects: attempts to reach another node's pump, until one of them is authenticated.
+
+Rule 1: an attempt that fails before the other side is authenticated is repeated, until the link's deadline: that side
+may be starting, or pushed this connection out in a flood. Pauses grow, and are random.
+Rule 2: a side that does not know the secret ends the attempts at once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from omni_actors.cluster.channel import Channel, Tls, connect
+from omni_actors.cluster.handshake import ROLE_OF_LINKS, Connector, HandshakeFailed
+from omni_actors.cluster.opening import Opening
+from omni_actors.cluster.poller import SOCKET, Poller
+from omni_actors.cluster.sending import SendingLink
+
+PAUSE_S: Final = (0.02, 1.0)
+"""The first and the longest pause between two attempts."""
+
+
+class _Dial:
+    """due: when to begin the next attempt; while there is one, when to give it up."""
+
+    def __init__(self, link: SendingLink, now: float, deadline: float) -> None:
+        self.link, self.due, self.deadline = link, now, deadline
+        self.opening: Opening | None = None
+        self.pause_s = PAUSE_S[0]
+        self.error = ""
+
+
+class Dialing:
+    """The links that have no connection yet.
+
+    on_open: called with a link and its connection, which it owns. on_failure: called with a link that gets none, and
+    with the reason.
+    """
+
+    def __init__(
+        self,
+        poller: Poller,
+        secret: bytes,
+        on_open: Callable[[SendingLink, Channel], None],
+        on_failure: Callable[[SendingLink, str], None],
+        *,
+        tls: Tls | None,
+        handshake_s: float,
+    ) -> None:
+        self._poller, self._secret, self._on_open, self._on_failure = poller, secret, on_open, on_failure
+        self._tls, self._handshake_s = tls, handshake_s
+        self._dials: dict[SendingLink, _Dial] = {}
+
+    def begin(self, link: SendingLink, timeout_s: float) -> None:
+        now = time.monotonic()
+        dial = self._dials[link] = _Dial(link, now, now + timeout_s)
+        self._try(dial, now)
+
+    def cancel(self, link: SendingLink) -> None:
+        """Do nothing more for a link. Idempotent."""
+        if (dial := self._dials.pop(link, None)) is not None:
+            self._drop(dial)
+
+    def due(self) -> float | None:
+        """Return when ``pass_deadlines`` is to be called."""
+        return min((dial.due for dial in self._dials.values()), default=None)
+
+    def pass_deadlines(self, now: float) -> None:
+        for dial in [each for each in self._dials.values() if each.due <= now]:
+            if dial.opening is not None:
+                self._fail(dial, "no answer")
+            elif now < dial.deadline:
+                self._try(dial, now)
+            else:
+                self.cancel(dial.link)
+                host, port = dial.link.address
+                self._on_failure(dial.link, f"no connection to {host}:{port}: {dial.error}")
+
+    def close(self) -> None:
+        for dial in self._dials.values():
+            self._drop(dial)
+
+    def _try(self, dial: _Dial, now: float) -> None:
+        try:
+            connection = connect(dial.link.address)
+        except OSError as error:
+            self._fail(dial, str(error))
+            return
+        dial.due = min(now + self._handshake_s, dial.deadline)
+        handshake = Connector(self._secret, ROLE_OF_LINKS, dial.link.link_id)
+        host = dial.link.address[0]
+        dial.opening = Opening(connection, handshake, tls=self._tls, host=host, deadline=dial.due)
+        self._poller.watch(connection.fileno(), SOCKET, partial(self._step, dial, dial.opening))
+
+    def _step(self, dial: _Dial, opening: Opening, _: int) -> None:
+        try:
+            channel = opening.step()
+        except OSError as error:
+            self._fail(dial, str(error))
+        except HandshakeFailed as error:
+            self.cancel(dial.link)
+            self._on_failure(dial.link, str(error))
+        else:
+            if channel is not None:
+                del self._dials[dial.link]
+                self._on_open(dial.link, channel)
+
+    def _fail(self, dial: _Dial, why: str) -> None:
+        """Give an attempt up, and plan the next one."""
+        self._drop(dial)
+        dial.error = why
+        dial.due = min(time.monotonic() + random.uniform(0.5, 1.0) * dial.pause_s, dial.deadline)
+        dial.pause_s = min(2 * dial.pause_s, PAUSE_S[1])
+
+    def _drop(self, dial: _Dial) -> None:
+        if dial.opening is not None:
+            self._poller.forget(dial.opening.fileno())
+            dial.opening.close()
+            dial.opening = None

@@ -1,0 +1,118 @@
+"""A link: the TCP connection that carries the records of one ring to a ring of another node.
+
+On the wire, after the handshake, from the producer's node to the consumer's, integers little-endian:
+
+    off size field
+      0    8 kind, length   as in a ring's record: kind in the low 8 bits, bytes of payload above; 0: no record follows
+      8    8 place          as in a ring's record
+     16      payload
+
+Back come single bytes: ALIVE, every few seconds, and CLOSED, when the consumer has closed its ring.
+
+Rule 1: a link moves bytes when its socket and its ring are ready, and never waits. Backpressure is TCP's: while the
+receiving ring is full, the receiving end does not read.
+Rule 2: payloads go from the memory of one ring to the kernel, and from the kernel to the memory of the other ring.
+Only records that arrive together with the end of another one (STAGE bytes at most) are copied once more.
+Rule 3: a record becomes visible when it is complete. A link that breaks inside a record leaves no trace of it.
+Rule 4: an end of the stream without the end mark is a loss (``LinkBroken``). A link that has ended or is lost moves
+nothing more, and leaves the ring's end as it is until ``close``.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+from omni_actors.cluster.channel import Channel
+from omni_actors.errors import OmniError
+
+HEADER: Final = struct.Struct("<QQ")
+END_MARK: Final = HEADER.pack(0, 0)
+ALIVE: Final = b"\0"
+CLOSED: Final = b"\1"
+TURN_BYTES: Final = 1 << 20
+"""A link moves about so much before other links have their turn."""
+STAGE: Final = 64 << 10
+"""Bytes that are read beyond the end of a record: they may be many small records."""
+
+
+class LinkBroken(OmniError):
+    """The other side of a link is gone, or sends what no link sends. why: in words."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(why)
+
+
+class LinkStatistics(NamedTuple):
+    """state: "opening", "open", "ended" (an end of the ring was closed) or "lost". records and payload_bytes: moved."""
+
+    state: str
+    records: int
+    payload_bytes: int
+
+
+class Link:
+    """One end of a link. The pump's thread alone uses it.
+
+    ``step`` moves what can be moved. The pump sets ``readable`` and ``writable`` when the socket becomes so.
+    """
+
+    channel: Channel
+
+    def __init__(self, link_id: int) -> None:
+        self.link_id = link_id
+        self.state = "opening"
+        self.readable = self.writable = True
+        """Whether the socket may have something, and may have room. False after it had none, until the pump learns."""
+        self.hung_up = False
+        """The other side sends no more: a read that finds less than it could take did not find the end."""
+        self.records = self.payload_bytes = 0
+
+    def open(self, channel: Channel, now: float) -> None:
+        """Begin to use an authenticated connection. now: by the pump's clock."""
+        self.channel, self.state = channel, "open"
+
+    def check_silence(self, now: float, longest_s: float) -> None:
+        """Send the sign of life that is due, or look when the other side's came last.
+
+        Raises LinkBroken (not for ``longest_s`` seconds), OSError (the connection is lost).
+        """
+        raise NotImplementedError
+
+    def step(self) -> bool:
+        """Move up to about TURN_BYTES. Returns whether more can be moved at once.
+
+        Raises LinkBroken, RingError (the ring is corrupted, or was closed here), OSError (the connection).
+        """
+        raise NotImplementedError
+
+    def bell(self) -> int:
+        """Return the descriptor of the doorbell at which this end of the ring sleeps."""
+        raise NotImplementedError
+
+    def lose(self) -> None:
+        """Give the connection up. The ring's end stays open."""
+        if self.state == "open":
+            self.channel.reset()
+        self.state = "lost"
+
+    def close(self) -> None:
+        """Close the connection and this end of the ring: its peer gets RingClosed. Idempotent."""
+        if self.state == "open":
+            self.channel.reset()
+        self.state = "ended"
+
+    def statistics(self) -> LinkStatistics:
+        return LinkStatistics(self.state, self.records, self.payload_bytes)
+
+    def _end(self) -> None:
+        self.channel.close()
+        self.state = "ended"
+
+    def _receive(self, buffers: list[memoryview]) -> int | None:
+        """Receive, and remember when there is nothing more. Returns as ``Channel.receive``."""
+        count = self.channel.receive(buffers)
+        if count is None or (count < sum(map(len, buffers)) and self.channel.tells_when_empty and not self.hung_up):
+            self.readable = False
+        return count

@@ -1,0 +1,75 @@
+"""A connection until its other side is authenticated, on either side.
+
+Rule 1: it costs this process one descriptor, at most ``handshake.MOST_BYTES`` bytes, and no thread.
+Rule 2: it does not wait. What does not fit into the socket's buffer, a few bytes on a new connection, is a failure.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from omni_actors.cluster.channel import Channel, Tls, is_connected, open_channel
+from omni_actors.cluster.handshake import Connector, Handshake
+
+
+class Opening:
+    """deadline: by the pump's clock; then the pump gives it up."""
+
+    def __init__(
+        self, connection: socket.socket, handshake: Handshake, *, tls: Tls | None, host: str | None, deadline: float
+    ) -> None:
+        """connection: connected, or connecting. host: the other node's, on the side that connects; else None."""
+        self.handshake, self.deadline = handshake, deadline
+        self._socket, self._tls, self._host = connection, tls, host
+        self._channel: Channel | None = None
+        self._to_send = handshake.hello if isinstance(handshake, Connector) else b""
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno() if self._channel is None else self._channel.fileno()
+
+    def step(self) -> Channel | None:
+        """Go on after the descriptor became ready. Returns the connection once the other side is authenticated.
+
+        Raises OSError (the connection), HandshakeFailed (the other side).
+        """
+        if self._channel is None:
+            if not is_connected(self._socket):
+                return None
+            self._channel = open_channel(self._socket, self._tls, self._host)
+        while self._send(self._channel):
+            if not self.handshake.wanted:
+                return self._channel
+            if not self._receive(self._channel):
+                return None
+        return None
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self._channel is None:
+            self._socket.close()
+        else:
+            self._channel.reset()
+
+    def _send(self, channel: Channel) -> bool:
+        """Send what is to be sent. Returns False while TLS is not ready for it."""
+        while self._to_send:
+            if (sent := channel.send([self._to_send])) is None:
+                return False
+            self._to_send = self._to_send[sent:]
+        return True
+
+    def _receive(self, channel: Channel) -> bool:
+        """Receive what the handshake wants. Returns whether it has gone on."""
+        missing = self.handshake.wanted - len(self._received)
+        buffer = bytearray(missing)
+        count = channel.receive([memoryview(buffer)])
+        if count is None:
+            return False
+        if not count:
+            raise ConnectionResetError("the other side closed the connection before it was authenticated")
+        self._received += buffer[:count]
+        if count == missing:
+            data, self._received = bytes(self._received), bytearray()
+            self._to_send = self.handshake.receive(data)
+        return True

@@ -1,0 +1,160 @@
+"""The end of a link on the consumer's node: records go from the socket to the ring's memory (rules in ``link``).
+
+A read asks for the rest of the record under way, straight into its place in the ring, and in the same call for what
+follows it: for the next header alone after a large record, else for up to STAGE bytes, which may be many small records.
+Those pass the *stage*, a buffer of this process.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from omni_actors.cluster.link import ALIVE, CLOSED, HEADER, STAGE, TURN_BYTES, Link, LinkBroken
+from ringbuf import MessageTooLarge, Producer, RingClosed
+
+_LARGE: Final = 32 << 10
+"""The least payload bytes of a large record."""
+
+
+class ReceivingLink(Link):
+    """Carries records into a ring."""
+
+    def __init__(self, link_id: int, producer: Producer) -> None:
+        super().__init__(link_id)
+        self._producer = producer
+        self._stage = memoryview(bytearray(STAGE))
+        self._begin = self._end_of_stage = 0
+        """The part of the stage that holds bytes."""
+        self._room: memoryview | None = None
+        """The reservation that is being filled."""
+        self._filled = 0
+        self._kind = self._length = self._place = 0
+        self._was_large = False
+        self._discards = False
+        """The consumer has closed the ring: what still arrives is dropped."""
+
+    def bell(self) -> int:
+        return self._producer.fileno()
+
+    def step(self) -> bool:
+        moved = 0
+        while True:
+            if not self._discards and not self._empty_stage():
+                return False
+            if self.state != "open":
+                return False
+            if not self.readable or moved >= TURN_BYTES:
+                return self.readable
+            count = self._discard() if self._discards else self._fill()
+            if count is None:
+                return False
+            if not count:
+                if not self._discards:
+                    raise LinkBroken("the other node closed the connection")
+                self._end()
+                return False
+            moved += count
+
+    def check_silence(self, now: float, longest_s: float) -> None:
+        if not self._discards:
+            self.channel.send([ALIVE])
+
+    def close(self) -> None:
+        super().close()
+        self._room = None
+        self._producer.close()
+
+    def _fill(self) -> int | None:
+        """Receive into the reservation, and behind it into the stage. Returns as ``Channel.receive``."""
+        window = HEADER.size if self._was_large else STAGE
+        if self._room is None:
+            at = self._end_of_stage
+            count = self._receive([self._stage[at:window]])
+            self._end_of_stage += count or 0
+            return count
+        rest = self._room[self._filled :]
+        count = self._receive([rest, self._stage[:window]])
+        if count is not None:
+            self._filled += min(count, len(rest))
+            self._begin, self._end_of_stage = 0, max(0, count - len(rest))
+        rest.release()
+        return count
+
+    def _empty_stage(self) -> bool:
+        """Move what is on the stage into the ring. Returns False when that has no room: the doorbell will ring."""
+        try:
+            while True:
+                if self._room is None and not self._next_header():
+                    return True
+                if self._room is None and not self._reserve():
+                    return False
+                if not self._fill_from_stage():
+                    return True
+        except RingClosed as error:
+            if error.end == "producer":
+                raise
+            self._discards = True
+            self._room = None
+            self._producer.abandon()
+            self.channel.send([CLOSED])
+            self.channel.finish()
+            return True
+
+    def _next_header(self) -> bool:
+        """Read a header from the stage, unless one waits for room. Returns False: none is there, or none will be."""
+        if self._kind:
+            return True
+        begin, end = self._begin, self._end_of_stage
+        if end - begin < HEADER.size:
+            self._stage[: end - begin] = bytes(self._stage[begin:end])
+            self._begin, self._end_of_stage = 0, end - begin
+            return False
+        first, self._place = HEADER.unpack_from(self._stage, begin)
+        self._begin = begin + HEADER.size
+        if not first:
+            self._producer.close()
+            self._end()
+            return False
+        self._kind, self._length = first & 0xFF, first >> 8
+        if not self._kind:
+            raise LinkBroken(f"a record of kind 0 and {self._length} bytes")
+        return True
+
+    def _reserve(self) -> bool:
+        while True:
+            try:
+                self._room = self._producer.try_reserve(self._length)
+            except MessageTooLarge as error:
+                raise LinkBroken(f"a record of {error.size} bytes, where the ring takes {error.limit}") from error
+            if self._room is not None:
+                self._filled = 0
+                return True
+            if self._producer.park():
+                return False
+
+    def _fill_from_stage(self) -> bool:
+        """Copy from the stage, and commit the record if it is complete. Returns whether it is."""
+        room = self._room
+        assert room is not None
+        size = min(len(room) - self._filled, self._end_of_stage - self._begin)
+        room[self._filled : self._filled + size] = self._stage[self._begin : self._begin + size]
+        self._filled += size
+        self._begin += size
+        if self._filled < len(room):
+            return False
+        length = len(room)
+        kind, self._kind, self._room = self._kind, 0, None
+        try:
+            self._producer.commit_record(kind, self._place)
+        except ValueError as error:
+            raise LinkBroken(str(error)) from error
+        self.records += 1
+        self.payload_bytes += length
+        self._was_large = length >= _LARGE
+        return True
+
+    def _discard(self) -> int | None:
+        try:
+            return self._receive([self._stage])
+        except OSError:  # it has closed the connection, and nothing that it sent is missed
+            return 0

@@ -1,0 +1,111 @@
+"""Records that cross a link arrive as they were sent, whatever their sizes and the rings'."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+from omni_actors.cluster.pump import PumpStopped
+from ringbuf import RingClosed
+from tests.cluster.linked_rings import WATCHDOG_S, LinkedRings, linked_rings, open_pump
+
+
+def test_records_of_all_sizes_arrive_in_order() -> None:
+    sizes = [0, 1, 63, 64, 65, 4096, 0, 16_000, 32_704, 40_000, 300_000, 1, 0]
+    with linked_rings() as rings:
+        received = []
+
+        def receive() -> None:
+            for _ in sizes:
+                with rings.consumer.recv(WATCHDOG_S) as frame:
+                    received.append(bytes(frame.data))
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        sent = [random.randbytes(size) for size in sizes]
+        for message in sent:
+            rings.producer.send(message, timeout=WATCHDOG_S)
+        thread.join()
+        assert received == sent
+        assert rings.far_ring.statistics().messages == len(sizes)
+
+
+def test_many_small_records_arrive() -> None:
+    with linked_rings(1 << 20) as rings:
+        for n in range(3000):
+            rings.producer.send(n.to_bytes(4, "little"), timeout=WATCHDOG_S)
+        for n in range(3000):
+            with rings.consumer.recv(WATCHDOG_S) as frame:
+                assert int.from_bytes(frame.data, "little") == n
+        statistics = rings.near.statistics()[7], rings.far.statistics()[7]
+        assert statistics[0] == statistics[1] == ("open", 3000, 12_000)
+
+
+def test_a_full_ring_holds_the_sender_back_and_nothing_is_lost() -> None:
+    """The socket's buffers are filled too: the sender stops when all of the way is full."""
+    with linked_rings(1 << 16) as rings:
+        sent = 0
+        message = bytes(30_000)
+        while True:
+            try:
+                rings.producer.send(sent.to_bytes(4, "little"), message, timeout=0.5)
+            except TimeoutError:
+                break
+            sent += 1
+        assert rings.far_ring.statistics().used > (1 << 15) - 64
+        for n in range(sent):
+            with rings.consumer.recv(WATCHDOG_S) as frame:
+                assert int.from_bytes(frame.data[:4], "little") == n
+
+
+def test_the_end_of_the_producer_follows_its_last_record() -> None:
+    with linked_rings() as rings:
+        rings.producer.send(b"last")
+        rings.producer.close()
+        with rings.consumer.recv(WATCHDOG_S) as frame:
+            assert frame.data == b"last"
+        with pytest.raises(RingClosed, match="producer"):
+            rings.consumer.recv(WATCHDOG_S)
+
+
+def test_the_end_of_the_consumer_reaches_the_producer() -> None:
+    with linked_rings() as rings:
+        rings.consumer.close()
+
+        def send_on() -> None:
+            while True:
+                rings.producer.send(bytes(1000), timeout=WATCHDOG_S)
+
+        with pytest.raises(RingClosed, match="consumer"):
+            send_on()
+
+
+def test_a_connection_may_come_before_its_link_is_expected() -> None:
+    with open_pump() as (near, _), open_pump() as (far, _):
+        early = LinkedRings(near, far, near_bytes=1 << 16, far_bytes=1 << 16)
+        early.send()
+        early.producer.send(b"early")
+        early.receive()
+        with early.consumer.recv(WATCHDOG_S) as frame:
+            assert frame.data == b"early"
+        early.close()
+
+
+def test_a_closed_link_lets_go_of_the_ring() -> None:
+    with linked_rings() as rings:
+        rings.producer.send(bytes(100))
+        rings.near.close(7)
+        with pytest.raises(RingClosed, match="consumer"):
+            rings.producer.send(bytes(100))
+        rings.near_ring.close()
+        rings.far.close(7)
+
+
+def test_a_stopped_pump_says_so() -> None:
+    with open_pump() as (pump, _):
+        pump.stop()
+        pump.stop()
+        with pytest.raises(PumpStopped):
+            pump.statistics()

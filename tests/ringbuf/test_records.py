@@ -1,0 +1,97 @@
+"""Records pass from ring to ring as they lie there, and messages arrive as if they had been sent to the last ring."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringbuf._words
+from ringbuf import Consumer, Producer, Ring, RingClosed, RingMisuse
+
+CAPACITY = 4096
+sizes = st.integers(0, 300) | st.integers(0, 3 * CAPACITY)
+
+
+def pass_on(source: Consumer, target: Producer, limit: int) -> None:
+    """Pass up to ``limit`` records on, as far as there is room."""
+    for _ in range(limit):
+        if (record := source.try_record()) is None:
+            return
+        size = len(record.frame.data)
+        while (room := target.try_reserve(size)) is None:
+            raise AssertionError("the target has as much room as the source")
+        room[:] = record.frame.data
+        target.commit_record(record.kind, record.place)
+        record.frame.release()
+
+
+@given(st.lists(sizes, max_size=12), st.integers(1, 4))
+@settings(max_examples=100)
+def test_messages_that_pass_two_rings_arrive_whole(messages: list[int], limit: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, Ring.create(CAPACITY) as first, Ring.create(CAPACITY) as second:
+        patch.setattr(ringbuf._words, "WARM", 1024)
+        producer, source = first.claim_producer(), first.claim_consumer()
+        target, consumer = second.claim_producer(), second.claim_consumer()
+        for number, size in enumerate(messages):
+            message = bytes([number + 1]) * size
+            sending = producer.sending(message)
+            received = None
+            finished = False
+            while received is None:
+                finished = finished or next(sending, "finished") == "finished"
+                pass_on(source, target, limit)
+                received = consumer.try_recv()
+            assert received.data == message
+            received.release()
+            assert finished or next(sending, "finished") == "finished"
+        assert first.statistics()[1:] == second.statistics()[1:] == (0, len(messages), sum(messages))
+
+
+def test_a_message_that_was_given_up_is_dropped_at_the_second_ring() -> None:
+    with Ring.create(CAPACITY) as first, Ring.create(CAPACITY) as second:
+        producer, source = first.claim_producer(), first.claim_consumer()
+        target, consumer = second.claim_producer(), second.claim_consumer()
+        sending = producer.sending(bytes(3 * CAPACITY))
+        next(sending)
+        pass_on(source, target, 10)
+        assert consumer.try_recv() is None
+        sending.close()
+        producer.send(b"next")
+        pass_on(source, target, 10)
+        with consumer.recv(0) as frame:
+            assert frame.data == b"next"
+
+
+@pytest.mark.parametrize(("kind", "place"), [(0, 0), (5, 0), (255, 0), (1, -1), (2, 1 << 33)])
+def test_a_record_that_no_ring_has_is_refused(kind: int, place: int) -> None:
+    with Ring.create(CAPACITY) as ring:
+        producer, consumer = ring.claim_producer(), ring.claim_consumer()
+        with pytest.raises(RingMisuse):
+            producer.commit_record(1, 0)
+        room = producer.try_reserve(3)
+        assert room is not None
+        room[:] = b"abc"
+        with pytest.raises(ValueError, match="of kind"):
+            producer.commit_record(kind, place)
+        producer.commit()
+        with consumer.recv(0) as frame:
+            assert frame.data == b"abc"
+
+
+def test_records_end_a_park_and_the_ring() -> None:
+    with Ring.create(CAPACITY) as ring:
+        producer, consumer = ring.claim_producer(), ring.claim_consumer()
+        assert consumer.try_record() is None
+        assert consumer.park()
+        producer.send(b"x")
+        producer.close()
+        record = consumer.try_record()
+        assert record is not None
+        assert (record.kind, record.place, bytes(record.frame.data)) == (1, 0, b"x")
+        record.frame.release()
+        with pytest.raises(RingClosed, match="producer"):
+            consumer.try_record()
+        consumer.close()
+        with pytest.raises(RingClosed, match="consumer"):
+            consumer.try_record()
