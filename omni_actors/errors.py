@@ -2,6 +2,7 @@
 
 OmniError
 ├── ConfigError           a pipeline that cannot work; raised before any process is started
+├── NoPlace               no node of the cluster can run a worker
 ├── StartTimedOut         the stages of a system did not load in time
 ├── SystemClosed          a call to a system that is closed
 ├── RequestError          a request ended without completing
@@ -48,6 +49,24 @@ class ConfigError(OmniError):
     def __init__(self, file: str, path: str, found: Any, accepted: str) -> None:
         self.file, self.path, self.found, self.accepted = file, path, found, accepted
         super().__init__(f"{file}: {path}: found {found!r}; accepted: {accepted}")
+
+
+class NoPlace(OmniError):
+    """No node of the cluster can run a worker.
+
+    Attributes:
+        stage: The stage of the worker.
+        replica: The number of the worker in its stage.
+        reasons: Why each node cannot run it, in words, by the node's name.
+    """
+
+    def __init__(self, stage: str, replica: int, reasons: Mapping[str, str]) -> None:
+        self.stage, self.replica, self.reasons = stage, replica, dict(reasons)
+        nodes: dict[str, list[str]] = {}
+        for node, reason in self.reasons.items():
+            nodes.setdefault(reason, []).append(node)
+        why = "; ".join(f"{_some(names)}: {reason}" for reason, names in nodes.items())
+        super().__init__(f"no node can run {stage}.{replica}: {why or 'there are no nodes'}")
 
 
 class StartTimedOut(OmniError):
@@ -396,3 +415,8 @@ class StageUnavailable(RequestError):
         self.stage, self.cause, self.retry_after_s = cause.stage, cause, retry_after_s
         when = "" if retry_after_s is None else f"; it is tried again and may be ready in {retry_after_s:.0f} s"
         super().__init__(f"stage {cause.stage!r} is not available: {cause.reason}{when}")
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return names as words, the first three of many."""
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} others"

@@ -74,7 +74,10 @@ LAYERS: dict[str, set[str]] = {
         *WORKER,
         *("omni_actors.worker", "omni_actors.config", "omni_actors.transitions", "omni_actors.log_events"),
     },
-    "omni_actors.cluster": {"omni_actors.errors", "omni_actors.protocol", "omni_actors.supervisor", "ringbuf"},
+    "omni_actors.cluster": {
+        *("omni_actors.errors", "omni_actors.config", "omni_actors.protocol", "omni_actors.protocol.messages"),
+        *("omni_actors.supervisor", "omni_actors.log_events", "ringbuf"),
+    },
     "omni_actors.orchestrator": {
         *("omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", "omni_actors.transitions"),
         *LEAVES,
@@ -141,6 +144,7 @@ LAYERS: dict[str, set[str]] = {
         "omni_actors.system",
         "omni_actors.orchestrator",
         "omni_actors.supervisor",
+        "omni_actors.cluster",
         "omni_actors.worker",
         "omni_actors.platform",
         "omni_actors.protocol",
@@ -153,6 +157,7 @@ LAYERS: dict[str, set[str]] = {
         "omni_actors.command_line",
         *("omni_actors.generation", "omni_actors.outputs", "omni_actors.output_files"),
         "omni_actors.system",
+        "omni_actors.cluster",
         "omni_actors.serve",
         "omni_actors.stress",
         *LEAVES,

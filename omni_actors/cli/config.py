@@ -14,11 +14,12 @@ import msgspec
 from rich import filesize
 
 from omni_actors import config as configuration
+from omni_actors.cli import cluster_picture
 from omni_actors.command_line import PIPELINE, BadConfig, click_errors, override_option
-from omni_actors.config import Explained, Pipeline
-from omni_actors.config.devices import stage_layout
+from omni_actors.config import Explained, Pipeline, Stage
+from omni_actors.config.devices import DeviceLayoutError, Layout, stage_layout
 from omni_actors.config.json_schema import json_schema
-from omni_actors.errors import ConfigError
+from omni_actors.errors import ConfigError, NoPlace
 from omni_actors.stages import assets, memory
 from omni_actors.system import machine
 
@@ -45,18 +46,31 @@ def schema() -> None:
 @click.argument("config", default="voice", type=PIPELINE)
 @click.option("--all", "show_all", is_flag=True, help="Print the default values too.")
 @click.option("--json", "as_json", is_flag=True, help="Print every value, as a JSON array of {path, value, origin}.")
+@click.option(
+    "--cluster",
+    "nodes_file",
+    metavar="NODES",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Print on which of the nodes in this YAML file the workers would run, instead of the values.",
+)
 @override_option
-def explain(config: str, show_all: bool, as_json: bool, assignments: tuple[str, ...]) -> None:
+def explain(config: str, show_all: bool, as_json: bool, nodes_file: Path | None, assignments: tuple[str, ...]) -> None:
     """Print the configured values of CONFIG, their origin, and the memory that the workers need on each device.
 
     CONFIG is a pipeline (a name or a file) or a model (a directory or a name on a hub). The memory is that of the
     weights and of the full key-value cache, as the checkpoint's files state it; bytes in JSON. What this machine lacks
     to run the pipeline is reported on standard error, with exit code 2.
+
+    NODES lists the nodes of a cluster, the parent's first: [{name: here, cpus: 8}, {name: g1, labels: [gpu], gpus: 2}].
+    With --json, each worker is an object {worker, node, devices}.
     """
     with click_errors():
         overrides = configuration.parse_overrides(assignments)
         rows = configuration.explain(config, overrides)
         pipeline = configuration.load(config, overrides)
+        if nodes_file is not None:
+            _explain_cluster(pipeline, nodes_file, as_json=as_json)
+            return
     needs = _layout(pipeline) + _memory(pipeline)
     if as_json:
         click.echo(msgspec.json.encode(rows + needs).decode())
@@ -71,6 +85,18 @@ def explain(config: str, show_all: bool, as_json: bool, assignments: tuple[str, 
         raise BadConfig("\n".join(map(str, problems)))
 
 
+def _explain_cluster(pipeline: Pipeline, nodes_file: Path, *, as_json: bool) -> None:
+    """Print the placement of the workers. Raises ConfigError, click.ClickException."""
+    nodes = cluster_picture.read_nodes(nodes_file)
+    try:
+        if as_json:
+            click.echo(msgspec.json.encode(cluster_picture.placement_rows(pipeline, nodes)).decode())
+        else:
+            cluster_picture.print_picture(pipeline, nodes)
+    except NoPlace as error:
+        raise BadConfig(str(error)) from error
+
+
 def _words(value: Any) -> str:
     """Return bytes, or the names of devices, for people."""
     return "unknown" if value is None else filesize.decimal(value) if isinstance(value, int) else ", ".join(value)
@@ -81,9 +107,17 @@ def _layout(pipeline: Pipeline) -> list[Explained]:
     return [
         Explained(f"stages.{name}.workers.{number}.devices", _labels(worker), "the layout of the stage's devices")
         for name, stage in pipeline.stages.items()
-        for number, worker in enumerate(stage_layout(stage, stage.workers, visible=None))
+        for number, worker in enumerate(_devices_here(stage))
         if worker
     ]
+
+
+def _devices_here(stage: Stage) -> Layout:
+    """Return the devices of each worker of a stage on one machine; none if it has more workers than that allows."""
+    try:
+        return stage_layout(stage, stage.workers, visible=None)
+    except DeviceLayoutError:  # ``devices`` are those of one node of a cluster
+        return ()
 
 
 def _labels(devices: Iterable[str]) -> list[str]:
@@ -109,7 +143,7 @@ def _memory(pipeline: Pipeline) -> list[Explained]:
             if need.cache is not None:
                 rows.append(Explained(f"stages.{name}.memory.cache", need.cache, "at full use"))
             used = need.weights + (need.cache or 0)
-            for worker in stage_layout(stage, stage.workers, visible=None):
+            for worker in _devices_here(stage):
                 for device in _labels(worker) or [stage.device]:
                     totals[device] = totals.get(device, 0) + used // stage.devices_per_replica
     origin = "total of all workers" + (f", without {', '.join(uncounted)}" if uncounted else "")
@@ -132,7 +166,7 @@ def _device_problems(pipeline: Pipeline) -> Iterator[ConfigError]:
             )
             continue
         present = torch.cuda.device_count()
-        places = [device for worker in stage_layout(stage, stage.workers, visible=None) for device in worker]
+        places = [device for worker in _devices_here(stage) for device in worker]
         if any(place.isdigit() and int(place) >= present for place in places):
             path, found = ("devices", list(stage.devices)) if stage.devices else ("device", stage.device)
             accepted = f"a device of this machine, which has {present} CUDA device{'s' * (present != 1)}"

@@ -1,1 +1,1 @@
-"""Several nodes: the links that carry a ring's records from one node to another, and the agents that run workers."""
+"""Several nodes: which node each worker runs on, the links between rings of two nodes, and the agents."""

@@ -17,12 +17,13 @@ import yaml
 
 from omni_actors.config.checks import pipeline_from
 from omni_actors.config.document import DEFAULT, Assignments, Document, leaves, problem_of
-from omni_actors.config.schema import Autoscale, Limits, Pipeline, Restart, RoutingPolicy, Stage
+from omni_actors.config.schema import Autoscale, Cluster, Limits, Pipeline, Restart, RoutingPolicy, Stage
 from omni_actors.config.sources import config_names, read
 from omni_actors.errors import ConfigError
 
 __all__ = [
     "Autoscale",
+    "Cluster",
     "Explained",
     "Limits",
     "Pipeline",

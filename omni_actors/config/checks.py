@@ -16,7 +16,7 @@ import msgspec
 
 from omni_actors.config.devices import VISIBLE, DeviceLayoutError, check_length, configured_devices, stage_layout
 from omni_actors.config.document import Document, one_of
-from omni_actors.config.schema import NAME_PATTERN, Pipeline, Sections, Stage
+from omni_actors.config.schema import NAME_PATTERN, Pipeline, Section, Sections, Stage
 from omni_actors.protocol.messages import CLIENT
 from omni_actors.stages.registry import ENGINES
 from omni_actors.validation import split_path
@@ -39,10 +39,11 @@ def pipeline_from(document: Document) -> Pipeline:
     pipeline = Pipeline(**{**msgspec.structs.asdict(sections), "stages": typed, "file": document.file})
     _check_sources(pipeline, document)
     _check_outputs(pipeline, document)
+    _check_cluster(pipeline, document)
     for stage in pipeline.stages:
         _check_engine(pipeline, stage, document)
         _check_autoscale(pipeline.stages[stage], f"stages.{stage}", document)
-        _check_devices(pipeline.stages[stage], f"stages.{stage}", document)
+        _check_devices(pipeline, stage, document)
     return pipeline
 
 
@@ -81,6 +82,23 @@ def _check_outputs(pipeline: Pipeline, document: Document) -> None:
             )
 
 
+def _check_cluster(pipeline: Pipeline, document: Document) -> None:
+    """Check that each name in the section is a stage, and that a stage is colocated in one group."""
+    if (cluster := pipeline.cluster) is None:
+        return
+    named = {f"cluster.nodes.{name}": name for name in cluster.nodes}
+    named |= {f"cluster.spread.{i}": name for i, name in enumerate(cluster.spread)}
+    colocated = [
+        (f"cluster.colocate.{i}.{j}", name) for i, group in enumerate(cluster.colocate) for j, name in enumerate(group)
+    ]
+    for path, name in [*named.items(), *colocated]:
+        if name not in pipeline.stages:
+            raise document.error(path, name, one_of(name, pipeline.stages))
+    for n, (path, name) in enumerate(colocated):
+        if name in [other for _, other in colocated[:n]]:
+            raise document.error(path, name, "each stage in one group, and once")
+
+
 def _check_engine(pipeline: Pipeline, name: str, document: Document) -> None:
     stage, path, spec = pipeline.stages[name], f"stages.{name}", pipeline.spec(name)
     module, is_path, _ = stage.engine.partition(":")
@@ -112,8 +130,12 @@ def _check_autoscale(stage: Stage, path: str, document: Document) -> None:
         raise document.error(f"{path}.replicas", stage.replicas, accepted)
 
 
-def _check_devices(stage: Stage, path: str, document: Document) -> None:
-    """Check what does not depend on this machine: which devices are visible is looked up when a system is opened."""
+def _check_devices(pipeline: Pipeline, name: str, document: Document) -> None:
+    """Check what does not depend on this machine: which devices are visible is looked up when a system is opened.
+
+    On a cluster a stage's ``devices`` are those of each node, so the number of workers does not follow from them.
+    """
+    stage, path = pipeline.stages[name], f"stages.{name}"
     given = "devices" if stage.devices else "device"
     if stage.devices and stage.device != "cuda":
         accepted = f"no devices, unless the stage has device: cuda (it has {stage.device!r})"
@@ -125,8 +147,9 @@ def _check_devices(stage: Stage, path: str, document: Document) -> None:
     if len(msgspec.msgpack.encode(stage.env)) > OPTIONS_BYTES:
         raise document.error(f"{path}.env", "more", f"variables of at most {OPTIONS_BYTES} bytes")
     try:
-        check_length(stage)
-        stage_layout(stage, stage.most_workers, visible=None)
+        if pipeline.cluster is None:
+            check_length(stage)
+        stage_layout(stage, stage.most_workers if pipeline.cluster is None else 1, visible=None)
     except DeviceLayoutError as error:
         found = list(stage.devices) or stage.device
         raise document.error(f"{path}.{given}", found, f"{error.accepted}; {error.reason}") from error
@@ -163,5 +186,6 @@ def _look_up(value: Any, inner: str) -> Any:
 
 def _type_at(schema: Any, inner: str) -> Any:
     for key in filter(None, inner.split(".")):
-        schema = next(field.type for field in msgspec.structs.fields(schema) if field.encode_name == key)
+        found = next(field.type for field in msgspec.structs.fields(schema) if field.encode_name == key)
+        schema = next((each for each in get_args(found) if isinstance(each, type) and issubclass(each, Section)), found)
     return schema

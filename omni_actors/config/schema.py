@@ -17,6 +17,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 EnvironmentName = Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
 EnvironmentValue = Annotated[str, Meta(pattern=r"^[^\x00]*$")]
+Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/=:-]*$", max_length=128)]
 
 
 RoutingPolicy: TypeAlias = Literal["least_outstanding", "round_robin", "prefix"]
@@ -96,6 +97,21 @@ class Autoscale(Section, frozen=True, kw_only=True):
     concurrency: Positive | None = None
     """Requests that one replica serves at a time; further ones count as queued. Null means the engine's option
     ``max_batch``, or 1 if it has none."""
+
+
+class Cluster(Section, frozen=True, kw_only=True):
+    """On which nodes the workers of a pipeline run when it is opened with a cluster (rules: ``cluster/placement.py``).
+
+    It has no effect on a system without a cluster.
+    """
+
+    nodes: dict[str, Label] = {}
+    """The label that a node needs to run workers of a stage, by stage. A node's name is one of its labels, and "parent"
+    is one of the parent's node. A stage that is not named here may run on any node."""
+    colocate: tuple[tuple[str, ...], ...] = ()
+    """Groups of stages. Workers of one group that have the same number run on one node."""
+    spread: tuple[str, ...] = ()
+    """Stages whose workers are spread over as many nodes as possible, so that the loss of a node ends few of them."""
 
 
 class Stage(Section, frozen=True, kw_only=True):
@@ -211,6 +227,8 @@ class Sections(Section, frozen=True, kw_only=True):
     pin_rings: bool = True
     """Whether workers on CUDA devices page-lock their rings, so that copies between device and ring are DMA. Where that
     fails, they log it and go on without."""
+    cluster: Cluster | None = None
+    """On which nodes of a cluster the workers run. Null means that all run on the parent's node."""
 
 
 class Pipeline(Sections, frozen=True, kw_only=True):
@@ -226,6 +244,7 @@ class Pipeline(Sections, frozen=True, kw_only=True):
         start_timeout_s: Seconds in which every replica must be ready for the first time; None: no bound.
         cpu_sharing: Whether native threads wait by the pipeline's rule; None: if a stage computes on the CPU.
         pin_rings: Whether workers on CUDA devices page-lock their rings.
+        cluster: On which nodes of a cluster the workers run; None: all on the parent's node.
         file: Where the pipeline was read from, for error messages. It is not part of the document.
 
     >>> echo = Stage(engine="echo", accepts=("messages",), emits="text")
