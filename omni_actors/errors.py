@@ -11,6 +11,7 @@ OmniError
 │   │   └── Unsupported   a stage does not have the capability that is asked of it
 │   ├── InputFailed       the iterator of a live input raised an exception
 │   ├── Overloaded        the system is full (HTTP 429)
+│   ├── TemporarilyRefused  a stage cannot take the request now (HTTP 503)
 │   ├── DeadlineExceeded  the request's deadline passed
 │   ├── SlowConsumer      the client did not read its output in time
 │   ├── Aborted           the request was aborted
@@ -28,8 +29,11 @@ OmniError
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+# ``as`` makes these names part of this module.
+from omni_actors.deaths import Death as Death
+from omni_actors.deaths import WorkerExit as WorkerExit
 
 
 class OmniError(Exception):
@@ -184,6 +188,22 @@ class Overloaded(RequestError):
         super().__init__(f"{why}; try again in {retry_after_s:.0f} s")
 
 
+class TemporarilyRefused(RequestError):
+    """A stage cannot take the request now. The same request may succeed when it is sent again.
+
+    Attributes:
+        message: Why the stage cannot take it.
+        code: The kind of reason, such as "no_room_for_prompt".
+        retry_after_s: Estimated seconds until a request would be taken. The system sets it; an engine leaves it out.
+    """
+
+    retryable = True
+
+    def __init__(self, message: str, *, code: str, retry_after_s: float = 1.0) -> None:
+        self.message, self.code, self.retry_after_s = message, code, retry_after_s
+        super().__init__(message)
+
+
 class DeadlineExceeded(RequestError):
     """The request did not finish within ``deadline_s`` seconds."""
 
@@ -226,44 +246,6 @@ class Aborted(RequestError):
     def __init__(self, reason: str | None = None) -> None:
         self.reason = reason
         super().__init__("the request was aborted" + (f": {reason}" if reason else ""))
-
-
-@dataclass(frozen=True)
-class WorkerExit:
-    """How a worker ended.
-
-    Attributes:
-        pid: Its process.
-        signal: Name of the signal that ended it, such as "SIGKILL"; None if it exited.
-        exit_code: Its exit code; None if a signal ended it.
-        stderr_tail: The last lines that it wrote to stderr.
-        reason: Why the supervisor ended it ("no progress for 30 s (step_timeout_s)"); None if it died by itself.
-    """
-
-    pid: int
-    signal: str | None
-    exit_code: int | None
-    stderr_tail: tuple[str, ...] = ()
-    reason: str | None = None
-
-    def __str__(self) -> str:
-        how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
-        return f"pid {self.pid} {how}" + (f": {self.reason}" if self.reason else "")
-
-
-@dataclass(frozen=True)
-class Death:
-    """The end of one incarnation.
-
-    Attributes:
-        generation: Generation number of the incarnation.
-        at: When it ended, in Unix time.
-        exit: How its worker ended.
-    """
-
-    generation: int
-    at: float
-    exit: WorkerExit
 
 
 class StageCrashed(RequestError):

@@ -38,7 +38,8 @@ PIPELINE_INDEX = "omni_actors.stages.diffusion.pipeline_index"
 
 LAYERS: dict[str, set[str]] = {
     "ringbuf": set(),
-    "omni_actors.errors": set(),
+    "omni_actors.deaths": set(),
+    "omni_actors.errors": {"omni_actors.deaths"},
     "omni_actors.transitions": set(),
     "omni_actors.log_events": {"omni_actors.errors"},
     "omni_actors.validation": set(),

@@ -13,7 +13,7 @@ import trio
 
 from omni_actors import OmniSystem
 from omni_actors.config import Limits, Pipeline, Restart, Stage
-from omni_actors.errors import InvalidRequest, Unsupported
+from omni_actors.errors import InvalidRequest, TemporarilyRefused, Unsupported
 from tests.support.shared_system import SharedSystem, open_shared_system
 
 pytestmark = pytest.mark.voice
@@ -156,9 +156,10 @@ async def test_the_weights_of_both_stages_have_one_version(model: Path) -> None:
         assert all(reply.error is None for each in replies.values() for reply in each)
         assert (await answer(omni))[0] == before
         await omni.update_weights(model, version="3", stages=["prefill"])
-        with pytest.raises(InvalidRequest, match="version '3'") as refused:
+        with pytest.raises(TemporarilyRefused, match="version '3'") as refused:
             await answer(omni)
-        assert refused.value.code == "prefill_mismatch"
+        assert refused.value.code == "weights_version_mismatch"
+        assert refused.value.retry_after_s >= 1
         await omni.update_weights(model, version="3", stages=["decode"])
         assert (await answer(omni))[0] == before
 

@@ -37,7 +37,7 @@ from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.replay_execution import ReplayExecution
 from omni_actors.orchestrator.replay_state import StageEvent
 from omni_actors.orchestrator.request import OnFailure, Request
-from omni_actors.orchestrator.retry_after import RetryAfterEstimator
+from omni_actors.orchestrator.retry_after import RetryAfterEstimator, refusal
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
@@ -328,8 +328,8 @@ class Orchestrator:
                 request.stats[stage] = stats
                 self._suspects.stage_finished(request, stage)
                 self._replays.progressed(request)
-            case messages.Refused(_, text, param, code):
-                self._end(request, Event.FAIL, errors.InvalidRequest(text, param=param, code=code))
+            case messages.Refused():
+                self._end(request, Event.FAIL, refusal(message, self.retry_after_s))
             case messages.Unreplayable(_, reason, needed, recomputable):
                 self._replays.unreplayable(request, stage, reason, needed=needed, recomputable=recomputable)
 

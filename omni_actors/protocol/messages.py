@@ -334,12 +334,13 @@ class Unreplayable(_Control, frozen=True):
 
 
 class Refused(_Control, frozen=True):
-    """The engine raised ``InvalidRequest`` for a request."""
+    """The engine refused a request: it raised ``InvalidRequest`` or, if ``retryable``, ``TemporarilyRefused``."""
 
     request: int
     message: str
     param: str | None
     code: str
+    retryable: bool = False
 
 
 LoopCommand: TypeAlias = Start | JournalPart | Switch | Resend | Pause | Resume | Abort | Ping | Call | Stop

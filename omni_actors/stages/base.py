@@ -11,11 +11,12 @@ Rules
    A view that is kept longer stops the worker with ``FrameBorrowed``, because its bytes would change under the engine.
    The tensors of an output are not copied at once either: do not write to them after yielding the output.
 3. Lifetime of requests: ``start`` comes first, then chunks and steps in any order. Each request ends exactly once: by a
-   ``StageOutput`` with ``last=True``, by a ``StageFailure``, by ``InvalidRequest`` from ``start`` or ``feed``, or by
+   ``StageOutput`` with ``last=True``, by a ``StageFailure``, by a refusal from ``start`` or ``feed`` (rule 4), or by
    ``abort``. After that the engine keeps nothing of the request, and neither side names it again.
-4. Errors: ``InvalidRequest`` refuses one request; the engine must have forgotten that request when it raises, and stays
-   in service. Any other exception ends the worker: the supervisor reports the cause and starts a new incarnation.
-   ``stages.refusal`` turns exceptions of one request's own work into ``InvalidRequest``.
+4. Errors: ``InvalidRequest`` refuses one request. ``TemporarilyRefused`` refuses it for now: the client may send it
+   again. Raise it before the request's first output. The engine must have forgotten the request when it raises one of
+   the two, and stays in service. Any other exception ends the worker: the supervisor reports the cause and starts a new
+   incarnation. ``stages.refusal`` turns exceptions of one request's own work into ``InvalidRequest``.
 5. Cancellation: an engine is never interrupted. ``abort``, pausing and new requests are handled between two calls, so a
    step should take well under a second. A call that lasts longer than the stage's step timeout counts as a hang: the
    supervisor kills the worker.
@@ -44,10 +45,13 @@ import numpy as np
 
 # ``as`` makes these names part of this module (rule 7).
 from omni_actors.errors import InvalidRequest as InvalidRequest
+from omni_actors.errors import TemporarilyRefused as TemporarilyRefused
 from omni_actors.protocol.messages import CLIENT as CLIENT
 from omni_actors.protocol.messages import Decisions as Decisions
 from ringbuf import Tensor as Tensor
 
+REFUSALS = InvalidRequest, TemporarilyRefused
+"""The exceptions by which an engine refuses one request (rule 4)."""
 RequestId: TypeAlias = int
 """A request's number: unique within a system, and increasing in the order of admission."""
 
@@ -158,7 +162,7 @@ class StageFailure(msgspec.Struct, frozen=True):
     """Ends one request with ``error``. The engine stays in service and other requests go on."""
 
     request_id: RequestId
-    error: InvalidRequest
+    error: InvalidRequest | TemporarilyRefused
 
 
 class StageCheckpoint(msgspec.Struct, frozen=True):
@@ -250,7 +254,7 @@ class StageEngine(Protocol):
     def start(self, request: StageRequest) -> None:
         """Accept a request. Its chunks follow.
 
-        Raises InvalidRequest: the request is refused, and the engine has kept nothing of it.
+        Raises InvalidRequest, TemporarilyRefused: the request is refused, and the engine has kept nothing of it.
         """
         ...
 
@@ -258,7 +262,7 @@ class StageEngine(Protocol):
         """Take a chunk of a started request's input. Copy what is needed of ``chunk.tensors``, compute in ``step``.
 
         Called for paused requests too (see ``Pausable``).
-        Raises InvalidRequest: the request is refused, and the engine has forgotten it.
+        Raises InvalidRequest, TemporarilyRefused: the request is refused, and the engine has forgotten it.
         """
         ...
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from omni_actors.stages.base import Chunk, InvalidRequest, RequestId, StageRequest
+from omni_actors.stages.base import REFUSALS, Chunk, InvalidRequest, RequestId, StageRequest
 
 R = TypeVar("R")
 NOT_COMMON = {
@@ -72,7 +72,7 @@ class Engine(Generic[R]):
         raise NotImplementedError
 
     def _take(self, request: R, chunk: Chunk) -> None:
-        """Take a chunk, as ``StageEngine.feed`` does. If it raises ``InvalidRequest``, the request is forgotten."""
+        """Take a chunk, as ``StageEngine.feed`` does. If it raises one of ``REFUSALS``, the request is forgotten."""
         raise NotImplementedError
 
     def start(self, request: StageRequest) -> None:
@@ -81,7 +81,7 @@ class Engine(Generic[R]):
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
         try:
             self._take(self._requests[request_id], chunk)
-        except InvalidRequest:
+        except REFUSALS:
             self.abort(request_id)
             raise
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.base import REFUSALS, InvalidRequest
 from omni_actors.validation import split_path
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def request_work(param: str | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except InvalidRequest:
+    except REFUSALS:
         raise
     except Exception as error:
         if isinstance(error, MemoryError) or type(error).__name__ in _FATAL or _NO_MEMORY in str(error):

@@ -206,7 +206,7 @@ class EngineLoop:
         try:
             with self._checkpoints.last(start) as checkpoint:
                 engine.start(stage_request(start, self._journals.pop(start.request, None), checkpoint))
-        except base.InvalidRequest as error:
+        except base.REFUSALS as error:
             self._refuse(start.request, error)
         self.handling = None
 
@@ -288,7 +288,7 @@ class EngineLoop:
         self.handling = active.request
         try:
             self._gatherer.feed(engine, active, chunk, size)
-        except base.InvalidRequest as error:
+        except base.REFUSALS as error:
             self._refuse(active.request, error)
         else:
             if chunk.last and chunk.source != messages.CLIENT:
@@ -356,10 +356,12 @@ class EngineLoop:
         self._outgoing[target].send(active.request, buffers, size, at_once=at_once)
         active.sent_bytes[str(target)] += size
 
-    def _refuse(self, request: int, error: base.InvalidRequest) -> None:
+    def _refuse(self, request: int, error: base.InvalidRequest | base.TemporarilyRefused) -> None:
         self._active.remove(request)
         self._checkpoints.forget(request)
-        self._control.add(messages.Refused(request, error.message[:LONGEST_REFUSAL], error.param, error.code))
+        param = error.param if isinstance(error, base.InvalidRequest) else None
+        message = error.message[:LONGEST_REFUSAL]
+        self._control.add(messages.Refused(request, message, param, error.code, retryable=error.retryable))
 
     # sleep
 

@@ -25,8 +25,8 @@ class Gatherer:
     def feed(self, engine: StageEngine, request: ActiveRequest, chunk: Chunk, size: int) -> None:
         """Feed a chunk of ``size`` bytes, or keep it; with the last one of the input, feed all.
 
-        Raises InvalidRequest: the engine refuses the request, or the input exceeds the bounds. The engine has forgotten
-        the request then.
+        Raises InvalidRequest or TemporarilyRefused: the engine refuses the request, or (InvalidRequest) the input
+        exceeds the bounds. The engine has forgotten the request then.
         """
         if self._bounds is None:
             engine.feed(request.request, chunk)

@@ -100,6 +100,18 @@ def test_requests_above_the_limit_get_retry_after(slow: Any) -> None:
     slow.wait_metric(IN_FLIGHT, 0)
 
 
+def test_a_client_sends_a_request_again_that_an_engine_has_refused_for_now(studio: Any) -> None:
+    with studio.openai() as client:
+        speech = {"model": "studio", "voice": "any", "input": "later", "response_format": "wav"}
+        with pytest.raises(openai.InternalServerError, match="cannot be spoken yet") as caught:
+            client.audio.speech.create(**speech)
+        assert (caught.value.status_code, caught.value.code) == (503, "too_early")
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert client.audio.speech.create(**speech).content.startswith(b"RIFF")
+        retrying = client.with_options(max_retries=1)
+        assert retrying.audio.speech.create(**speech).content.startswith(b"RIFF")
+
+
 def test_slow_uploads_take_no_place(slow: Any) -> None:
     """However many there are. When their clients disconnect, nothing is kept."""
     slow.wait_metric(IN_FLIGHT, 0)

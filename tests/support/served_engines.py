@@ -1,7 +1,8 @@
 """Engines without models for pipelines in the shape of real ones. Workers import this module by name.
 
 Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, all ``LEVEL``, and takes ``step_s``.
-"hush" has no sound, "unspeakable" is refused, and "deadly" ends the worker with a line on stderr.
+"hush" has no sound, "unspeakable" is refused, "later" is refused for now every other time, and "deadly" ends the
+worker with a line on stderr.
 Ear: a recording's transcript is its length and its rate, in words; after a comma, the task and the prompt that it was
 given. It is one segment, with the times that it was asked for. It knows no language "xx".
 Eye: writes what reaches it, a JSON object a line: the request's parameters, each file's digest, the conversation. It
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest, TemporarilyRefused
 from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.sources import OpenSources
 
@@ -68,10 +69,16 @@ class _Engine(PausableEngine[_Work]):
 
 
 class Speaker(_Engine):
+    _takes_later = False
+
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for word in chunk.data.get("text", "").split():
             if word == "unspeakable":
                 raise InvalidRequest("this text cannot be spoken", param="script")
+            if word == "later":
+                self._takes_later = not self._takes_later
+                if self._takes_later:
+                    raise TemporarilyRefused("this cannot be spoken yet", code="too_early")
             if word == "deadly":
                 os.write(2, b"words of the worker\n")
                 os._exit(3)

@@ -23,7 +23,7 @@ from omni_actors.protocol.messages import (
     Resume,
     Stop,
 )
-from omni_actors.stages.base import Chunk, InvalidRequest, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.base import Chunk, InvalidRequest, StageFailure, StageOutput, StageRequest, TemporarilyRefused
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker import engine_loop as loop
 from ringbuf import RingClosed
@@ -333,6 +333,17 @@ def test_a_refusal_is_reported_once_and_the_other_requests_continue(harness: Loo
 class RefusingEcho(EchoEngine):
     def start(self, request: StageRequest) -> None:
         raise InvalidRequest("x" * 1_000_000)
+
+
+class EarlyEcho(EchoEngine):
+    def start(self, request: StageRequest) -> None:
+        raise TemporarilyRefused("not yet", code="too_early")
+
+
+def test_a_refusal_for_now_is_reported_as_one(harness: LoopHarness) -> None:
+    harness.run(EarlyEcho(stage_context()))
+    harness.start(1)
+    assert harness.next_message() == Refused(1, "not yet", None, "too_early", retryable=True)
 
 
 def test_a_long_refusal_is_cut_to_fit_into_a_control_message(harness: LoopHarness) -> None:

@@ -35,6 +35,8 @@ def to_http_error(error: errors.OmniError) -> HTTPError:
     """Return the error that the client receives for an error of the system."""
     if isinstance(error, errors.InvalidRequest):
         return bad_request(str(error), error.param, error.code)
+    if isinstance(error, errors.TemporarilyRefused):
+        return HTTPError(503, error.message, code=error.code, retry_after_s=error.retry_after_s)
     status, code = _STATUSES.get(type(error), (500, "internal_error"))
     if isinstance(error, errors.StageCrashed) and not error.retryable:
         status = 422

@@ -44,6 +44,10 @@ class SplitOptions(TextOptions, frozen=True, forbid_unknown_fields=True):
     "decode", which writes the answers."""
     chunk_layers: bounds.Count = 0
     """With the role "prefill": how many layers of a prefill chunk's keys and values travel in one chunk; 0: all."""
+    waiting_prompts_mb: bounds.Positive | None = None
+    """With the role "decode": megabytes of host memory for prompts that are not in the cache yet. None: as many as the
+    cache takes for ``max_batch`` requests of ``context`` tokens. A request whose prompt has no room is refused, and may
+    be sent again."""
 
 
 class TokenizationKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,11 +18,12 @@ Rules
 2. The number of chunks and their shapes follow from the prompt and the options alone, not from the prefix cache. So an
    incarnation that starts again sends the same chunks, up to rounding, and the consumer takes those that it lacks.
 3. The receiver checks each chunk against its own model, and copies it to host memory. It refuses a request whose prompt
-   was computed with another version of the weights.
+   was computed with another version of the weights: for now, because the stages get new weights one after the other.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from omni_actors.stages.autoregressive.cache import KeyValues
 from omni_actors.stages.autoregressive.prefixes import Block
-from omni_actors.stages.base import Chunk, InvalidRequest
+from omni_actors.stages.base import Chunk, InvalidRequest, TemporarilyRefused
 from omni_actors.stages.bounds import Positive
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.tensors import to_torch, to_wire
@@ -40,6 +41,8 @@ from ringbuf import Tensor as WireTensor
 
 PARAM, MISMATCH = "prompt", "prefill_mismatch"
 """The parameter and the code of errors about a prompt that another stage has computed."""
+OTHER_WEIGHTS = "weights_version_mismatch"
+"""The code of a refusal for now: the stages have different versions of the weights."""
 
 
 class StatesShape(NamedTuple):
@@ -50,6 +53,12 @@ class StatesShape(NamedTuple):
     size: int
     vocabulary: int
     dtype: str
+
+    @property
+    def position_bytes(self) -> int:
+        """The bytes of the keys and values of one position."""
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return 2 * self.layers * self.heads * self.size * itemsize
 
     @classmethod
     def of(cls, config: Any, output: Any, dtype: torch.dtype) -> StatesShape:
@@ -95,7 +104,7 @@ def block_tensors(states: KeyValues, layers: int) -> Iterator[dict[str, WireTens
 
 
 class ReceivedPrompt:
-    """Collects the chunks of one request.
+    """Collects the chunks of one request. ``open`` reads the first one's header; ``feed`` then takes every chunk.
 
     shape: of this stage's model. weights_version: of this stage.
     """
@@ -115,7 +124,10 @@ class ReceivedPrompt:
         self._layers: list[tuple[Tensor, Tensor]] = []
         """The layers that have arrived of an incomplete block."""
         self._rows: Tensor | None = None
-        self._blocks: list[Block] = []
+        self._blocks = deque[Block]()
+        """The blocks that have arrived and were not taken."""
+        self._position_bytes = 0
+        """The bytes of a position: keys, values and the row for a talker."""
 
     @property
     def left(self) -> int:
@@ -123,10 +135,38 @@ class ReceivedPrompt:
         assert self.header is not None, "the first chunk has arrived"
         return self.header.positions - self._taken
 
+    @property
+    def left_bytes(self) -> int:
+        """The bytes that the rest of the prompt takes until it is taken, whether it has arrived or not; 0 at first."""
+        return 0 if self.header is None else self.left * self._position_bytes
+
+    def open(self, chunk: Chunk) -> PromptHeader:
+        """Return what the first chunk says of the prompt. Only its small tensors are copied.
+
+        Raises InvalidRequest, TemporarilyRefused.
+        """
+        header = validated(chunk.data, _HeaderData).prompt
+        if header is None:
+            raise _mismatch("the first chunk says nothing of the prompt")
+        if header.weights_version != self._version:
+            found, own = header.weights_version or "0", self._version or "0"
+            message = (
+                f"the prompt was computed with version {found!r} of the weights; the stage that decodes has {own!r}"
+            )
+            raise TemporarilyRefused(message, code=OTHER_WEIGHTS)
+        tokens = _tensor(chunk, "tokens", (header.positions,), "int64").tolist()
+        if unknown := [token for token in tokens if token >= self._shape.vocabulary]:
+            raise _mismatch(f"tokens: the model has no token {unknown[0]}; it has {self._shape.vocabulary}")
+        self.tokens = [None if token < 0 else token for token in tokens]
+        own_names = {"keys", "values", "tokens", "rows", "logits"}
+        self.extra = {name: to_torch(tensor) for name, tensor in chunk.tensors.items() if name not in own_names}
+        rows = chunk.tensors.get("rows")
+        self._position_bytes = self._shape.position_bytes + (rows.nbytes // max(1, rows.shape[0]) if rows else 0)
+        self.header = header
+        return header
+
     def feed(self, chunk: Chunk) -> int:
         """Take a chunk. Return how many positions are complete with it. Raises InvalidRequest."""
-        if self.header is None:
-            self._take_header(chunk)
         before = self._arrived
         self._take_layers(chunk)
         if chunk.last:
@@ -137,30 +177,16 @@ class ReceivedPrompt:
 
     def take(self, count: int) -> Block:
         """Take the next ``count`` positions, which must have arrived."""
-        blocks, size = [self._blocks.pop(0)], 0
-        while (size := sum(block.size for block in blocks)) < count:
-            blocks.append(self._blocks.pop(0))
+        blocks, size = list[Block](), 0
+        while size < count:
+            blocks.append(self._blocks.popleft())
+            size += blocks[-1].size
         taken = blocks[0] if len(blocks) == 1 else _joined(blocks)
         if size > count:
-            self._blocks.insert(0, _part(taken, slice(count, size)))
+            self._blocks.appendleft(_part(taken, slice(count, size)))
             taken = _part(taken, slice(count))
         self._taken += count
         return taken
-
-    def _take_header(self, chunk: Chunk) -> None:
-        header = validated(chunk.data, _HeaderData).prompt
-        if header is None:
-            raise _mismatch("the first chunk says nothing of the prompt")
-        if header.weights_version != self._version:
-            found = f"version {header.weights_version or '0'!r} of the weights; the stage that decodes has"
-            raise _mismatch(f"the prompt was computed with {found} {self._version or '0'!r}")
-        tokens = _tensor(chunk, "tokens", (header.positions,), "int64").tolist()
-        if unknown := [token for token in tokens if token >= self._shape.vocabulary]:
-            raise _mismatch(f"tokens: the model has no token {unknown[0]}; it has {self._shape.vocabulary}")
-        self.tokens = [None if token < 0 else token for token in tokens]
-        own = {"keys", "values", "tokens", "rows", "logits"}
-        self.extra = {name: to_torch(tensor) for name, tensor in chunk.tensors.items() if name not in own}
-        self.header = header
 
     def _take_layers(self, chunk: Chunk) -> None:
         shape, header = self._shape, self.header

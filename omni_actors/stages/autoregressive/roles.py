@@ -10,7 +10,10 @@ Rules
 1. ``Prefilling`` decides nothing: an entry of its journal is empty. It ends a request with the prompt's last position.
 2. ``Decoding`` treats positions that arrive as a prefill whose forward is a copy. A request has a row of the cache from
    its first chunk on, so that a long prompt is copied block by block, between the steps of other requests.
-3. A prompt of "decode" waits in host memory while all rows are in use: ``limits.max_requests`` bounds these.
+3. A prompt of "decode" waits in host memory while all rows are in use. ``waiting_prompts_mb`` bounds this memory: a
+   prompt needs room for all its positions when its first chunk arrives, and frees it as they are copied. The newest
+   request is refused, and may be sent again. One prompt always has room. A request with a journal is not refused, and
+   needs none: it had a row before, so there are few of these.
 4. Guidance and pooling need one stage for both roles: such a request is refused.
 """
 
@@ -39,6 +42,9 @@ from omni_actors.stages.refusal import request_work
 from omni_actors.stages.tensors import to_wire
 
 R = TypeVar("R", bound=TextRequest[Any])
+
+NO_ROOM = "no_room_for_prompt"
+"""The code of a refusal for now: too many prompts wait (rule 3)."""
 
 
 class Prefilling(LanguageEngine[R]):
@@ -97,8 +103,9 @@ class Prefilling(LanguageEngine[R]):
 
 
 class Decoding(LanguageEngine[R]):
-    """The role "decode". An engine lists it before the class with both roles. It sets ``_shape``."""
+    """The role "decode". An engine lists it before the class with both roles. It sets ``_split`` and ``_shape``."""
 
+    _split: SplitOptions
     _shape: StatesShape
 
     # for the families
@@ -127,18 +134,49 @@ class Decoding(LanguageEngine[R]):
         received = request.received
         assert received is not None, "the prompt was not complete"
         begins = received.header is None
+        if begins:
+            with request_work("prompt"):
+                size = received.open(chunk).positions
+            refuse_beyond_context(size, f"{size} tokens", self._context)
+            self._require_room(request)
         with request_work("prompt"):
             arrived = received.feed(chunk)
-        assert received.header is not None
         if begins:
-            size = received.header.positions
-            refuse_beyond_context(size, f"{size} tokens", self._context)
+            assert received.header is not None, "it was opened"
             with request_work("prompt"):
                 self._prompt_arrived(request, received.header, received.extra)
             self._join_batch(request, received.tokens)
             received.after_prompt = request.ready - request.prefill_left
             request.ready = 0
         request.ready += arrived + (received.after_prompt if chunk.last else 0)
+
+    def _require_room(self, request: R) -> None:
+        """Raise TemporarilyRefused if there is no room for the request's prompt (rule 3)."""
+        prompt = request.received
+        assert prompt is not None, "its first chunk arrives"
+        if request.decided:
+            return
+        others, room = self._waiting_bytes() - prompt.left_bytes, self._room_bytes()
+        if others and others + prompt.left_bytes > room:
+            message = (
+                f"the prompt takes {prompt.left_bytes} bytes until it has a row of the cache; prompts that wait take"
+                f" {others} of {room} bytes (waiting_prompts_mb)"
+            )
+            raise base.TemporarilyRefused(message, code=NO_ROOM)
+
+    def _waiting_bytes(self) -> int:
+        """Return the bytes that prompts need until they are in the cache, those of requests with a journal aside."""
+        requests = self._requests.values()
+        return sum(each.received.left_bytes for each in requests if each.received is not None and not each.decided)
+
+    def _room_bytes(self) -> int:
+        if (megabytes := self._split.waiting_prompts_mb) is not None:
+            return megabytes * 1_000_000
+        return self._split.max_batch * self._split.context * self._shape.position_bytes
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the bytes that prompts need until they are in the cache."""
+        return {**super().gauges(), "waiting_prompt_bytes": self._waiting_bytes()}
 
     def _forward(self, rows: list[int], count: int) -> Tensor:
         request = self._scheduler.rows[rows[0]]
@@ -179,5 +217,7 @@ def check_roles(options: SplitOptions) -> None:
     """Raise ValueError if an option does not fit the role."""
     if options.role == "decode" and options.prefix_cache_mb:
         raise ValueError("prefix_cache_mb: the stage that prefills has the prefix cache; remove it from this stage")
+    if options.role != "decode" and options.waiting_prompts_mb is not None:
+        raise ValueError("waiting_prompts_mb: only a stage with role: decode has prompts that wait")
     if options.role != "prefill" and options.chunk_layers:
         raise ValueError("chunk_layers: only a stage with role: prefill sends keys and values")

@@ -25,6 +25,7 @@ from omni_actors.errors import (
     StageCrashed,
     StageFailed,
     StageUnavailable,
+    TemporarilyRefused,
     WorkerExit,
 )
 from omni_actors.serve.api.errors import renaming, to_http_error
@@ -173,6 +174,7 @@ def test_every_error_of_a_request_has_a_status_and_a_code_of_its_own() -> None:
     failed = StageFailed("mouth", 0, "its restarts ran out", [Death(0, 0.0, died)])
     others = [
         *(Aborted(), Overloaded(1, 1.0), DeadlineExceeded(1.0)),
+        TemporarilyRefused("not yet", code="too_early"),
         *(StageUnavailable(failed), StageCrashed("mouth", 0, 0, died), InvalidRequest("no")),
     ]
     codes = [to_http_error(error).code for error in others]

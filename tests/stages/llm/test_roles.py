@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.base import REFUSALS, InvalidRequest, TemporarilyRefused
 from omni_actors.stages.llm.engine import LLMEngine
 from ringbuf import Tensor
 from tests.stages.llm.resumed_answers import PARAMS, SAMPLED, decisions
@@ -208,12 +208,18 @@ def sent(prefill: Driver, prompt: FeedArgs, **params: Any) -> list[Any]:
     return outputs
 
 
-def refusal(decode: Driver, data: Any, tensors: Any, *, last: bool) -> InvalidRequest:
-    decode.start(1, ("prefill",))
-    with pytest.raises(InvalidRequest) as refused:
-        decode.feed(1, data, tensors, last=last, source="prefill")
-    decode.live.discard(1)
+def refusal(decode: Driver, data: Any, tensors: Any, *, last: bool, number: int = 1) -> Any:
+    decode.start(number, ("prefill",))
+    with pytest.raises(REFUSALS) as refused:
+        decode.feed(number, data, tensors, last=last, source="prefill")
+    decode.live.discard(number)
     return refused.value
+
+
+def give(decode: Driver, number: int, outputs: Sequence[Any]) -> None:
+    """Feed what a stage has sent that prefills."""
+    for output in outputs:
+        decode.feed(number, output.data, for_stages(output), last=output.last, source="prefill")
 
 
 def replaced(tensors: dict[str, Any], name: str, change: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
@@ -258,8 +264,66 @@ def test_a_prompt_of_other_weights_is_refused(stages: Stages) -> None:
     [output] = sent(stages.prefill, tokens_of(5))
     data = {"prompt": {**output.data["prompt"], "weights_version": "second"}}
     error = refusal(stages.decode, data, for_stages(output), last=True)
-    assert error.code == "prefill_mismatch"
+    assert isinstance(error, TemporarilyRefused)
+    assert error.code == "weights_version_mismatch"
     assert "'second'" in str(error)
+
+
+def test_a_prompt_without_room_is_refused_for_now_and_others_go_on(
+    stages: Stages, opened_stages: Callable[..., LLMEngine], drive: Any
+) -> None:
+    """There is room for a prompt as long as the context, so for two of 40 positions. One with a journal needs none."""
+    decode = drive(opened_stages(role="decode", max_batch=1))
+    prompt, params = tokens_of(40), {"max_tokens": 6}
+    expected = alone(stages.both, prompt, **params)
+    first, *others = sent(stages.prefill, prompt)
+    for number, journal in ((1, ()), (2, decisions(expected)[:2]), (3, ())):
+        decode.start(number, ("prefill",), journal=journal, **params)
+        give(decode, number, [first])
+    error = refusal(decode, first.data, for_stages(first), last=False, number=4)
+    assert isinstance(error, TemporarilyRefused)
+    assert (error.code, error.retryable) == ("no_room_for_prompt", True)
+    check(decode.engine, {1, 2, 3})
+    for number in (1, 2, 3):
+        give(decode, number, others)
+    answers = decode.run()
+    for number in (1, 2, 3):
+        assert answers[number] == [msgspec.structs.replace(each, request_id=number) for each in expected]
+    assert decode.engine.gauges() == {"waiting_prompt_bytes": 0}
+    decode.start(4, ("prefill",), **params)
+    give(decode, 4, [first, *others])
+    assert decode.run()[4][-1].data == expected[-1].data
+
+
+def test_a_prompt_has_room_as_soon_as_others_are_in_the_cache_or_gone(
+    opened_stages: Callable[..., LLMEngine], stages: Stages, drive: Any
+) -> None:
+    decode = drive(opened_stages(role="decode", max_batch=1))
+    outputs = sent(stages.prefill, tokens_of(50))
+    for number in (1, 2):
+        decode.start(number, ("prefill",), max_tokens=8, ignore_eos=True)
+        give(decode, number, outputs)  # the first one is copied while the second one waits
+        while decode.engine._waiting_bytes() > (number - 1) * 50 * decode.engine._shape.position_bytes:
+            decode.step()
+    assert refusal(decode, outputs[0].data, for_stages(outputs[0]), last=False, number=3).retryable
+    decode.abort(2)
+    decode.start(3, ("prefill",), max_tokens=1)
+    give(decode, 3, outputs)
+    decode.run()
+
+
+def test_megabytes_bound_the_prompts_that_wait(
+    stages: Stages, opened_stages: Callable[..., LLMEngine], drive: Any
+) -> None:
+    decode = drive(opened_stages(role="decode", max_batch=1, waiting_prompts_mb=1))
+    first = sent(stages.prefill, tokens_of(90))[0]
+    fit = 1_000_000 // (90 * decode.engine._shape.position_bytes)
+    for number in range(fit):
+        decode.start(number, ("prefill",))
+        give(decode, number, [first])
+    assert refusal(decode, first.data, for_stages(first), last=False, number=fit).code == "no_room_for_prompt"
+    for number in range(fit):
+        decode.abort(number)
 
 
 def test_a_prompt_beyond_the_context_of_decode_is_refused(
@@ -283,9 +347,11 @@ def test_what_needs_one_stage_is_refused(stages: Stages) -> None:
         stages.decode.start(1)
 
 
-@pytest.mark.parametrize("options", [{"role": "decode", "prefix_cache_mb": 1}, {"chunk_layers": 1}])
+@pytest.mark.parametrize(
+    "options", [{"role": "decode", "prefix_cache_mb": 1}, {"chunk_layers": 1}, {"waiting_prompts_mb": 1}]
+)
 def test_options_that_do_not_fit_the_role_stop_the_start(tiny: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"prefix_cache_mb|chunk_layers"):
+    with pytest.raises(ValueError, match=r"prefix_cache_mb|chunk_layers|waiting_prompts_mb"):
         opened(tiny, **options)
 
 

@@ -1,0 +1,43 @@
+"""How workers end: the facts that errors, events and records of deaths carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How a worker ended.
+
+    Attributes:
+        pid: Its process.
+        signal: Name of the signal that ended it, such as "SIGKILL"; None if it exited.
+        exit_code: Its exit code; None if a signal ended it.
+        stderr_tail: The last lines that it wrote to stderr.
+        reason: Why the supervisor ended it ("no progress for 30 s (step_timeout_s)"); None if it died by itself.
+    """
+
+    pid: int
+    signal: str | None
+    exit_code: int | None
+    stderr_tail: tuple[str, ...] = ()
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
+        return f"pid {self.pid} {how}" + (f": {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of one incarnation.
+
+    Attributes:
+        generation: Generation number of the incarnation.
+        at: When it ended, in Unix time.
+        exit: How its worker ended.
+    """
+
+    generation: int
+    at: float
+    exit: WorkerExit
