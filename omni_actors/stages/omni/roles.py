@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from omni_actors.stages.autoregressive.prompt_states import PromptHeader
 from omni_actors.stages.autoregressive.roles import Decoding, Prefilling
-from omni_actors.stages.base import TensorLike
+from omni_actors.stages.base import StageContext, TensorLike
 from omni_actors.stages.omni.handoff import TalkerHandoff
 from omni_actors.stages.omni.positions import GRIDS, is_media
 from omni_actors.stages.omni.thinker import OmniThinker, ThinkerRequest
@@ -26,7 +26,7 @@ R = TypeVar("R", bound=ThinkerRequest)
 
 
 class PrefillingThinker(Prefilling[R], OmniThinker[R]):
-    """A thinker with the role "prefill". A family lists it before its own class."""
+    """A thinker with the role "prefill"."""
 
     def _open_handoff(self, request: R, *, embedded: bool) -> None:
         request.embedded = embedded
@@ -42,7 +42,7 @@ class PrefillingThinker(Prefilling[R], OmniThinker[R]):
 
 
 class DecodingThinker(Decoding[R], OmniThinker[R]):
-    """A thinker with the role "decode". A family lists it before its own class."""
+    """A thinker with the role "decode"."""
 
     def _prompt_arrived(self, request: R, header: PromptHeader, extra: Mapping[str, Tensor]) -> None:
         request.ids, request.positions, request.delta = extra["ids"], extra["positions"], header.delta
@@ -55,3 +55,19 @@ class DecodingThinker(Decoding[R], OmniThinker[R]):
 
     def _warm_up_extra(self) -> Mapping[str, Tensor]:
         return {"ids": torch.zeros(1, dtype=torch.int64), "positions": torch.zeros(3, 1, dtype=torch.int64)}
+
+
+def opener(thinker: type[OmniThinker[R]]) -> Callable[[StageContext], OmniThinker[R]]:
+    """Return the factory of a family's thinkers: it loads the engine with the role of the options.
+
+    thinker: the family's engine with both roles. The factory raises as ``OmniThinker`` does.
+    """
+
+    class Prefill(PrefillingThinker[R], thinker):  # type: ignore[misc, valid-type]  # a class that comes as an argument
+        """The engine of a stage that computes prompts."""
+
+    class Decode(DecodingThinker[R], thinker):  # type: ignore[misc, valid-type]
+        """The engine of a stage that writes answers to prompts that another stage has computed."""
+
+    roles: dict[str, type[OmniThinker[R]]] = {"both": thinker, "prefill": Prefill, "decode": Decode}
+    return lambda context: roles[str(context.options.get("role", "both"))](context)

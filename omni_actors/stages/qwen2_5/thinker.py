@@ -14,7 +14,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTh
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.options import ThinkerParams
-from omni_actors.stages.omni.roles import DecodingThinker, PrefillingThinker
+from omni_actors.stages.omni.roles import opener
 from omni_actors.stages.omni.thinker import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen2_5.handoff import handoff_rows, tts_tokens
 from omni_actors.stages.refusal import validated
@@ -56,21 +56,4 @@ class ThinkerEngine(OmniThinker[_Request]):
         return request.rows.popleft() if request.rows else None
 
 
-class ThinkerPrefilling(PrefillingThinker[_Request], ThinkerEngine):
-    """The engine of a stage that computes prompts."""
-
-
-class ThinkerDecoding(DecodingThinker[_Request], ThinkerEngine):
-    """The engine of a stage that writes answers to prompts that another stage has computed."""
-
-
-ROLES: dict[str, type[ThinkerEngine]] = {
-    "both": ThinkerEngine,
-    "prefill": ThinkerPrefilling,
-    "decode": ThinkerDecoding,
-}
-
-
-def open_engine(context: StageContext) -> ThinkerEngine:
-    """Load the engine with the role of the options. Raises as ``OmniThinker`` does."""
-    return ROLES[str(context.options.get("role", "both"))](context)
+open_engine = opener(ThinkerEngine)

@@ -16,7 +16,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.options import ThinkerParams
-from omni_actors.stages.omni.roles import DecodingThinker, PrefillingThinker
+from omni_actors.stages.omni.roles import opener
 from omni_actors.stages.omni.thinker import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen3.handoff import handoff_header, talker_positions
 from omni_actors.stages.refusal import validated
@@ -90,21 +90,4 @@ class ThinkerEngine(OmniThinker[_Request]):
         return None if token is None else self._embed([token])
 
 
-class ThinkerPrefilling(PrefillingThinker[_Request], ThinkerEngine):
-    """The engine of a stage that computes prompts."""
-
-
-class ThinkerDecoding(DecodingThinker[_Request], ThinkerEngine):
-    """The engine of a stage that writes answers to prompts that another stage has computed."""
-
-
-ROLES: dict[str, type[ThinkerEngine]] = {
-    "both": ThinkerEngine,
-    "prefill": ThinkerPrefilling,
-    "decode": ThinkerDecoding,
-}
-
-
-def open_engine(context: StageContext) -> ThinkerEngine:
-    """Load the engine with the role of the options. Raises as ``OmniThinker`` does."""
-    return ROLES[str(context.options.get("role", "both"))](context)
+open_engine = opener(ThinkerEngine)
