@@ -42,13 +42,7 @@ async def read_json(request: Request, *, may_be_empty: bool = False) -> dict[str
     body = await read_body(request)
     if may_be_empty and not len(body):
         return {}
-    cost = DecodingCost()
-    for at in range(0, len(body), SLICE_BYTES):
-        await trio.lowlevel.checkpoint()
-        cost.add(bytes(body[at : at + SLICE_BYTES]))
-    fields = decode(body)
-    await trio.lowlevel.checkpoint()
-    return fields
+    return await decode(body)
 
 
 async def read_body(request: Request) -> memoryview:
@@ -57,24 +51,40 @@ async def read_body(request: Request) -> memoryview:
     return memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
 
-def decode(body: bytes | memoryview) -> dict[str, Any]:
-    """Return the JSON object of a measured body, without its nulls. Raises HTTPError 400."""
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        raise bad_request("the body is not a JSON object", code="invalid_json")
+async def decode(document: bytes | memoryview, what: str = "body") -> dict[str, Any]:
+    """Measure a document, and return its JSON object without its nulls. Raises HTTPError 400.
+
+    what: what the document is called in an error.
+    """
+    cost = DecodingCost(what)
+    for at in range(0, len(document), SLICE_BYTES):
+        await trio.lowlevel.checkpoint()
+        cost.add(bytes(document[at : at + SLICE_BYTES]))
+    fields = _decoded(document, what)
+    await trio.lowlevel.checkpoint()
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _decoded(document: bytes | memoryview, what: str) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(document)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"the {what} is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise bad_request(f"the {what} is not a JSON object", code="invalid_json")
+    return fields
 
 
 class DecodingCost:
     """Counts, slice by slice, what is slow to decode in a JSON document.
 
     The counts are exact for a valid document, and for an invalid one up to the byte at which the decoder stops.
+
+    what: what the document is called in an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "body") -> None:
+        self._what = what
         self._values = self._slow = self._depth = 0
         self._escape = b""
         """The backslash at the end of the previous slice, which escapes the first byte of the next one."""
@@ -88,16 +98,16 @@ class DecodingCost:
         outside = b"".join(self._outside_strings(self._split(piece)))
         self._slow += len(outside)
         if self._slow > MAX_SLOW_BYTES:
-            message = f"the body has more than {MAX_SLOW_BYTES} bytes of spaces, escapes and text that is not ASCII"
+            message = f"the {self._what} has more than {MAX_SLOW_BYTES} bytes of spaces, escapes and text that is not ASCII"
             raise bad_request(message, code="too_much_text")
         value_bytes = outside.translate(None, _OTHER_BYTES)
         self._values += len(value_bytes)
         if self._values > MAX_VALUES:
             message = f"more than {MAX_VALUES} strings, commas, colons, brackets, braces and digits"
-            raise bad_request(f"the body has too many values: {message}", code="too_many_values")
+            raise bad_request(f"the {self._what} has too many values: {message}", code="too_many_values")
         depths = list(accumulate(map(_STEPS.__getitem__, value_bytes), initial=self._depth))
         if max(depths) > MAX_DEPTH:
-            raise bad_request(f"the body is nested more than {MAX_DEPTH} levels deep", code="nested_too_deeply")
+            raise bad_request(f"the {self._what} is nested more than {MAX_DEPTH} levels deep", code="nested_too_deeply")
         self._depth = depths[-1]
 
     def _split(self, piece: bytes) -> list[bytes]:

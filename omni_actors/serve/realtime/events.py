@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
-import trio
 from msgspec import Meta
 
-from omni_actors.serve.api.json_body import SLICE_BYTES, DecodingCost
-from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.api.json_body import decode
 from omni_actors.serve.realtime.config import ResponseParams, convert
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, ItemId, Message
 
@@ -89,16 +87,5 @@ def read_event(fields: dict[str, Any]) -> ClientEvent:
 
 
 async def read_fields(text: str) -> dict[str, Any]:
-    """Return a client's event without its nulls at the top. Raises HTTPError."""
-    data = text.encode("utf-8", "replace")
-    cost = DecodingCost()
-    for at in range(0, len(data), SLICE_BYTES):
-        await trio.lowlevel.checkpoint()
-        cost.add(data[at : at + SLICE_BYTES])
-    try:
-        fields = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"the event is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        raise bad_request("the event is not a JSON object", code="invalid_json")
-    return {name: value for name, value in fields.items() if value is not None}
+    """Return the fields of a client's event, without the nulls at its top. Raises HTTPError."""
+    return await decode(text.encode("utf-8", "replace"), "event")

@@ -11,7 +11,7 @@ from omni_actors.serve.api.schemas import takes_parameter
 from omni_actors.system import OmniSystem
 
 if TYPE_CHECKING:
-    from omni_actors.serve.realtime.request import Request
+    from omni_actors.serve.realtime.response_settings import ResponseSettings
 
 TRANSCRIBE = "Transcribe the recording. Answer with its words alone."
 
@@ -38,22 +38,22 @@ class SessionPipeline:
         self.takes_tools = takes_parameter(system.pipeline, "tools")
         self.transcribes = self.hears and any(stage.emits == "transcript" for stage in stages)
 
-    def generate(self, messages: Sequence[Any], clips: Sequence[AudioChunk], request: Request) -> Generation:
+    def generate(self, messages: Sequence[Any], clips: Sequence[AudioChunk], settings: ResponseSettings) -> Generation:
         """Submit a conversation. Raises OmniError."""
-        spoken = request.is_spoken and not request.speaks_apart
+        spoken = settings.is_spoken and not settings.speaks_apart
         generation: Generation = self.system.generate(
             messages,
             multi_modal_data={"audio": list(clips)} if clips else None,
             modalities=("text", "audio") if spoken else ("text",),
             session=self._session,
-            **request.params,
+            **settings.params,
         )
         return generation
 
-    def speak(self, script: AsyncIterator[str], request: Request) -> Generation:
+    def speak(self, script: AsyncIterator[str], settings: ResponseSettings) -> Generation:
         """Submit a text to speak. Raises OmniError."""
         terms: dict[str, Any] = {"modalities": ("audio",), "session": self._session}
-        generation: Generation = self.system.generate(script=script, **terms, **request.speech)
+        generation: Generation = self.system.generate(script=script, **terms, **settings.speech)
         return generation
 
     def transcribe(self, clip: AudioChunk, params: Mapping[str, Any]) -> Generation:

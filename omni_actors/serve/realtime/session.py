@@ -3,7 +3,7 @@
 Rules
 1. A bad event changes nothing. It is answered with an ``error`` event that names it, and the session goes on. Only a
    binary frame (1003) and what breaks the framing end it.
-2. A response runs in a task of its own, so that events are taken meanwhile (``responses``).
+2. A response runs in a task of its own, so that events are taken meanwhile (``session_responses``).
 3. Everything that a client can make grow has a bound in ``SessionLimits``.
 4. The session ends with an ``error`` event and close code 1000 when its time is over, and with 1001 when the server
    drains and no response is in progress.
@@ -41,9 +41,9 @@ from omni_actors.serve.realtime.items import (
 )
 from omni_actors.serve.realtime.outbox import Outbox
 from omni_actors.serve.realtime.pipeline import SessionPipeline
-from omni_actors.serve.realtime.request import Request
-from omni_actors.serve.realtime.responding import Response
-from omni_actors.serve.realtime.responses import Responses
+from omni_actors.serve.realtime.response_settings import ResponseSettings
+from omni_actors.serve.realtime.response import Response
+from omni_actors.serve.realtime.session_responses import SessionResponses
 from omni_actors.serve.realtime.transcribing import Transcriber
 from omni_actors.serve.realtime.turn_taking import TurnTaking, can_detect, open_turn_taking
 from omni_actors.system import OmniSystem
@@ -95,7 +95,7 @@ class Session:
         self._conversation = Conversation(max_items=limits.max_items, max_bytes=limits.max_bytes)
         self._input = InputAudio(limits.longest_turn_s)
         self._transcriber = Transcriber(self._pipeline, self._outbox, limits.max_bytes)
-        self._responses = Responses(self._pipeline, self._outbox, self._conversation)
+        self._responses = SessionResponses(self._pipeline, self._outbox, self._conversation)
         self._turns: TurnTaking | None = None
         """Finds the turns of the user; None if the client marks them."""
         self._nursery: trio.Nursery | None = None
@@ -204,7 +204,7 @@ class Session:
             message = "session.audio.input.format: the input audio buffer is not empty; commit or clear it"
             raise bad_request(message, "session.audio.input.format")
         self._check_modalities(config, "session.")
-        Request(config, ResponseParams(), self._pipeline.system.pipeline, self._params)
+        ResponseSettings(config, ResponseParams(), self._pipeline.system.pipeline, self._params)
         await self._adopt(config)
         self._outbox.post("session.updated", session=self._described())
 

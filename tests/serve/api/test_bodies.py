@@ -75,7 +75,7 @@ def test_nesting_up_to_the_bound_passes() -> None:
 def test_a_body_that_is_slow_to_decode_is_refused_before(
     value: bytes, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(json_body, "decode")
+    monkeypatch.delattr(json_body, "_decoded")
     assert refusal("chat", chat(b', "user": ' + value))["code"] == code
 
 

@@ -1,4 +1,4 @@
-"""What a response is asked to be: the session's configuration with the response's own changes."""
+"""The settings of one response: the session's configuration with the response's own changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from omni_actors.serve.realtime.config import (
 from omni_actors.serve.routes.chat import parameters_of, require_possible
 
 
-class Request:
-    """A request of one response. Raises HTTPError: its fields exclude each other.
+class ResponseSettings:
+    """The settings of one response. Raises HTTPError: they exclude each other.
 
     Attributes:
         config: the configuration of this response.

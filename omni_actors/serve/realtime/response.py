@@ -26,7 +26,7 @@ from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_me
 from omni_actors.serve.realtime.outbox import Outbox, error_object
 from omni_actors.serve.realtime.pacer import Pacer
 from omni_actors.serve.realtime.pipeline import SessionPipeline
-from omni_actors.serve.realtime.request import Request
+from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.response_events import ResponseEvents
 from omni_actors.serve.realtime.sound import SoundEncoder, bytes_per_s
 from omni_actors.serve.routes.chat_answer import Calls
@@ -46,7 +46,7 @@ class Response:
         pipeline: what the session asks of the pipeline.
         outbox: receives the events.
         conversation: receives the items; None if the response is out of the conversation.
-        request: what the response is asked to be.
+        settings: what the response is asked to be.
         entries: its input.
     """
 
@@ -56,13 +56,13 @@ class Response:
         outbox: Outbox,
         conversation: Conversation | None,
         *,
-        request: Request,
+        settings: ResponseSettings,
         entries: Sequence[Entry],
     ) -> None:
-        self._pipeline, self._outbox, self._request, self._entries = pipeline, outbox, request, list(entries)
-        self._events = ResponseEvents(outbox, conversation, request.head, is_spoken=request.is_spoken)
-        self._calls = Calls(request.body)
-        self._encoder, self.pacer = SoundEncoder(request.config.audio.output.format), Pacer()
+        self._pipeline, self._outbox, self._settings, self._entries = pipeline, outbox, settings, list(entries)
+        self._events = ResponseEvents(outbox, conversation, settings.head, is_spoken=settings.is_spoken)
+        self._calls = Calls(settings.body)
+        self._encoder, self.pacer = SoundEncoder(settings.config.audio.output.format), Pacer()
         self._scope = trio.CancelScope()
         self._reason: CancelReason | None = None
         self._failure: OmniError | HTTPError | None = None
@@ -128,7 +128,7 @@ class Response:
 
     async def _compute(self, queue: trio.MemorySendChannel[bytes]) -> None:
         """Read the pipeline's answer. Raises OmniError."""
-        if not self._request.speaks_apart:
+        if not self._settings.speaks_apart:
             await self._read(queue, None)
         else:
             async with trio.open_nursery() as nursery:
@@ -169,7 +169,7 @@ class Response:
                         await self._add_text(*self._calls.push(output.delta), script)
                 break
             except InvalidRequest as error:
-                if error.code != "context_length_exceeded" or not self._request.may_truncate or len(entries) < 2:
+                if error.code != "context_length_exceeded" or not self._settings.may_truncate or len(entries) < 2:
                     raise
                 entries = entries[(len(entries) + 1) // 2 :]
             finally:
@@ -181,9 +181,9 @@ class Response:
     def _begin(self, entries: Sequence[Entry]) -> Generation:
         """Submit the request. Raises OmniError."""
         messages, clips = chat_messages(
-            entries, self._request.config.instructions, transcribed=self._pipeline.transcribes
+            entries, self._settings.config.instructions, transcribed=self._pipeline.transcribes
         )
-        return self._pipeline.generate(messages, clips, self._request)
+        return self._pipeline.generate(messages, clips, self._settings)
 
     async def _add_text(
         self, text: str, calls: Sequence[dict[str, Any]], script: trio.MemorySendChannel[str] | None
@@ -200,7 +200,7 @@ class Response:
         first = await anext(aiter(parts), None)
         if first is None:  # nothing but calls
             return
-        generation = self._pipeline.speak(_chained(first, parts), self._request)
+        generation = self._pipeline.speak(_chained(first, parts), self._settings)
         try:
             async for output in generation:
                 if isinstance(output.delta, AudioChunk):

@@ -19,11 +19,11 @@ from omni_actors.serve.realtime.conversation import Conversation, Entry
 from omni_actors.serve.realtime.items import Item, ItemReference, Message, check_item, new_id
 from omni_actors.serve.realtime.outbox import Outbox
 from omni_actors.serve.realtime.pipeline import SessionPipeline
-from omni_actors.serve.realtime.request import Request
-from omni_actors.serve.realtime.responding import CancelReason, Response
+from omni_actors.serve.realtime.response_settings import ResponseSettings
+from omni_actors.serve.realtime.response import CancelReason, Response
 
 
-class Responses:
+class SessionResponses:
     """The responses of one session. current: the one in progress."""
 
     def __init__(self, pipeline: SessionPipeline, outbox: Outbox, conversation: Conversation) -> None:
@@ -44,15 +44,15 @@ class Responses:
         if self.current is not None:
             message = f"the response {self.current.id} is in progress; wait for it, or cancel it"
             raise bad_request(message, None, "conversation_already_has_active_response")
-        request = Request(config, asked, self._pipeline.system.pipeline, params)
+        settings = ResponseSettings(config, asked, self._pipeline.system.pipeline, params)
         is_apart = asked.conversation == "none"
         if not is_apart:
             self._conversation.check_room()
-            request.head["conversation_id"] = self._conversation_id
+            settings.head["conversation_id"] = self._conversation_id
         entries = self._conversation.entries if asked.input is None else [self._given(each) for each in asked.input]
         conversation = None if is_apart else self._conversation
         self.current = self._latest = Response(
-            self._pipeline, self._outbox, conversation, request=request, entries=entries
+            self._pipeline, self._outbox, conversation, settings=settings, entries=entries
         )
         return self.current
 
