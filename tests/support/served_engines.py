@@ -4,7 +4,8 @@ Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, 
 "hush" has no sound, "unspeakable" is refused, "later" is refused for now every other time, and "deadly" ends the
 worker with a line on stderr.
 Ear: a recording's transcript is its length and its rate, in words; after a comma, the task and the prompt that it was
-given. It is one segment, with the times that it was asked for. It knows no language "xx".
+given. It is one segment, with the times that it was asked for. It knows no language "xx", and refuses a recording of
+``REFUSED_S``.
 Eye: writes what reaches it, a JSON object a line: the request's parameters, each file's digest, the conversation. It
 refuses an image that is "unsightly".
 Inside: writes the arguments, the environment and the ``sitecustomize`` module of its process, as JSON.
@@ -30,6 +31,7 @@ from omni_actors.stages.sources import OpenSources
 RATE = 16000
 WORD_S = 0.1
 LEVEL = 0.5
+REFUSED_S = 0.3
 
 
 class _Work(msgspec.Struct):
@@ -98,6 +100,8 @@ class Ear(_Engine):
         if "audio" in chunk.tensors:
             rate = chunk.data["sample_rate"]
             [samples] = chunk.tensors["audio"].shape
+            if samples == round(REFUSED_S * rate):
+                raise InvalidRequest("this recording is refused", param="audio")
             given = [self._params[name] for name in ("task", "initial_prompt") if name in self._params]
             text = ", ".join([f"{samples / rate:.1f} s at {rate} Hz", *given])
             data = {"text": text, "index": chunk.data["index"]}

@@ -50,10 +50,13 @@ AudioFormat: TypeAlias = PCM | PCMU | PCMA
 
 
 class Transcription(_Struct, frozen=True):
-    """Tell the client what the user says. The pipeline has one transcriber, so ``model`` has no effect."""
+    """Tell the client what the user says. The pipeline has one transcriber, so ``model`` has no effect.
+
+    language: a code such as "en" or "pt-BR".
+    """
 
     model: _Short | None = None
-    language: _Short | None = None
+    language: Annotated[str, Meta(pattern="^[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8}){0,3}$")] | None = None
     prompt: Literal[""] | None = None
 
 

@@ -4,7 +4,8 @@ Rules
 1. The conversation has at most ``max_items`` items and ``max_bytes`` bytes of text and recordings. An item that exceeds
    a bound is refused. To make room, the recordings of the oldest items are dropped whose words are known.
 2. Sound of the assistant is not kept.
-3. Where the pipeline has a transcriber, the words of a recording stand for it once they are known.
+3. Where the pipeline has a transcriber, the words of a recording stand for it. A recording whose transcript failed is
+   left out, and the rest of its item is not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Entry:
     Attributes:
         recordings: of a user's message, by the index of its part.
         words_known: set when every recording has a transcript, or ``error``.
-        error: why a recording has no transcript.
+        error: why a recording has no transcript. Other recordings of the item may have one.
         spoken: the words and the sound of an assistant's message. sent_s: the duration of the sound that has left.
     """
 
@@ -45,6 +46,15 @@ class Entry:
         self.spoken, self.sent_s = SpokenAnswer(), 0.0
         if not self.recordings:
             self.words_known.set()
+
+    def expect_words(self) -> None:
+        """Say that the transcripts are being made, for the first time or again after an error."""
+        self.words_known, self.error = trio.Event(), None
+
+    def untranscribed(self) -> list[tuple[int, Recording]]:
+        """Return the recordings that have no transcript, each with the index of its part."""
+        parts = self.item.content if isinstance(self.item, Message) else []
+        return [(index, each) for index, each in self.recordings.items() if parts[index].transcript is None]
 
     @property
     def is_spoken(self) -> bool:
@@ -153,7 +163,7 @@ def chat_messages(
 ) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
     """Return the messages of a conversation, and its recordings, to which the messages refer by index.
 
-    transcribed: see rule 3.
+    transcribed: whether the pipeline has a transcriber (rule 3). The words are known then, or their error is.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     clips: list[AudioChunk] = []
@@ -184,7 +194,7 @@ def _content(entry: Entry, item: Message, clips: list[AudioChunk], *, transcribe
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(item.content):
         recording = entry.recordings.get(index)
-        if recording is not None and not (transcribed and part.transcript is not None):
+        if recording is not None and not transcribed:
             parts.append({"type": "audio", "index": len(clips)})
             clips.append(recording.clip())
         elif part.words:

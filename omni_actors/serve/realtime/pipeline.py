@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.generation import Generation
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.api.schemas import takes_parameter
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from omni_actors.serve.realtime.response_settings import ResponseSettings
 
 TRANSCRIBE = "Transcribe the recording. Answer with its words alone."
+_SILENCE = AudioChunk(np.zeros(1600, np.float32), 16_000)
 
 
 class SessionPipeline:
@@ -56,14 +60,37 @@ class SessionPipeline:
         generation: Generation = self.system.generate(script=script, **terms, **settings.speech)
         return generation
 
-    def transcribe(self, clip: AudioChunk, params: Mapping[str, Any]) -> Generation:
-        """Submit a recording. Raises OmniError."""
+    async def check_language(self, language: str) -> None:
+        """Refuse a language that the transcriber does not know. Raises InvalidRequest.
+
+        Only the worker that has loaded the model knows its languages, so this transcribes 0.1 s of silence. A language
+        is not refused if that fails for another reason, such as overload.
+        """
+        if not self.transcribes:
+            return
+        try:
+            generation = self.transcribe(_SILENCE, language)
+            try:
+                async for _ in generation:
+                    pass
+            finally:
+                generation.abort()
+        except InvalidRequest as error:
+            if error.param == "language":
+                raise
+        except OmniError:
+            pass  # the transcript of a recording will say so
+
+    def transcribe(self, clip: AudioChunk, language: str | None) -> Generation:
+        """Submit a recording. language: its code, if it is known. Raises OmniError."""
         terms: dict[str, Any] = {"multi_modal_data": {"audio": clip}, "session": self._session}
         generation: Generation
         if self.transcribes:
+            params = {} if language is None else {"language": language}
             generation = self.system.generate(modalities=("transcript",), **terms, **params)
         else:
-            content = [{"type": "audio", "index": 0}, {"type": "text", "text": TRANSCRIBE}]
+            text = TRANSCRIBE if language is None else f"{TRANSCRIBE} The code of their language is {language}."
+            content = [{"type": "audio", "index": 0}, {"type": "text", "text": text}]
             generation = self.system.generate([{"role": "user", "content": content}], modalities=("text",), **terms)
         return generation
 

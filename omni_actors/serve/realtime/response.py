@@ -59,7 +59,9 @@ class Response:
         settings: ResponseSettings,
         entries: Sequence[Entry],
     ) -> None:
-        self._pipeline, self._outbox, self._settings, self._entries = pipeline, outbox, settings, list(entries)
+        self._pipeline, self._outbox, self._settings = pipeline, outbox, settings
+        self.entries = list(entries)
+        """The input."""
         self._events = ResponseEvents(outbox, conversation, settings.head, is_spoken=settings.is_spoken)
         self._calls = Calls(settings.body)
         self._encoder, self.pacer = SoundEncoder(settings.config.audio.output.format), Pacer()
@@ -140,20 +142,19 @@ class Response:
             await queue.send(rest)
 
     async def _wait_words(self) -> None:
-        """Wait for the words of the recordings, and leave out the items that have none.
+        """Wait for the words of the recordings.
 
         Raises OmniError: there are none of the latest recording, which the answer would be about.
         """
-        for entry in self._entries:
+        for entry in self.entries:
             await entry.words_known.wait()
-        recorded = [entry for entry in self._entries if entry.recordings]
+        recorded = [entry for entry in self.entries if entry.recordings]
         if recorded and (error := recorded[-1].error) is not None:
             raise error
-        self._entries = [entry for entry in self._entries if entry.error is None]
 
     async def _read(self, queue: trio.MemorySendChannel[bytes], script: trio.MemorySendChannel[str] | None) -> None:
         """Read the answer of the model. script: receives the text to speak, if a request of its own speaks it."""
-        entries = self._entries
+        entries = self.entries
         while True:
             generation = self._begin(entries)
             try:

@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ import trio
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.errors import OmniError
-from omni_actors.serve.api.errors import to_http_error
+from omni_actors.serve.api.errors import renaming, to_http_error
 from omni_actors.serve.api.tools import arguments_object
 from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.media.base64_data import from_base64
@@ -44,7 +45,7 @@ from omni_actors.serve.realtime.pipeline import SessionPipeline
 from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.response import Response
 from omni_actors.serve.realtime.session_responses import SessionResponses
-from omni_actors.serve.realtime.transcribing import Transcriber
+from omni_actors.serve.realtime.transcribing import Transcriber, may_succeed
 from omni_actors.serve.realtime.turn_taking import TurnTaking, can_detect, open_turn_taking
 from omni_actors.system import OmniSystem
 
@@ -204,9 +205,17 @@ class Session:
             message = "session.audio.input.format: the input audio buffer is not empty; commit or clear it"
             raise bad_request(message, "session.audio.input.format")
         self._check_modalities(config, "session.")
+        await self._check_language(config)
         ResponseSettings(config, ResponseParams(), self._pipeline.system.pipeline, self._params)
         await self._adopt(config)
         self._outbox.post("session.updated", session=self._described())
+
+    async def _check_language(self, config: SessionConfig) -> None:
+        """Raises HTTPError."""
+        before, asked = (each.audio.input.transcription for each in (self._config, config))
+        if asked is not None and asked.language is not None and (before is None or asked.language != before.language):
+            with renaming({"language": "session.audio.input.transcription.language"}):
+                await self._pipeline.check_language(asked.language)
 
     def _check_modalities(self, config: SessionConfig, place: str) -> None:
         """Raises HTTPError."""
@@ -266,8 +275,15 @@ class Session:
         """Have the words of an entry's recordings written down, if the client or the pipeline needs them."""
         asked = self._config.audio.input.transcription
         if entry.recordings and (asked is not None or self._pipeline.transcribes):
-            params = {"language": asked.language} if asked is not None and asked.language else {}
-            self._transcriber.add(entry, is_asked=asked is not None, params=params)
+            language = None if asked is None else asked.language
+            self._transcriber.add(entry, is_asked=asked is not None, language=language)
+
+    def _transcribe_again(self, entries: Sequence[Entry]) -> None:
+        """Have the words written down that a response needs and whose transcripts failed, if that may succeed now."""
+        for entry in entries if self._pipeline.transcribes else ():
+            has_failed = entry.words_known.is_set() and entry.error is not None and may_succeed(entry.error)
+            if has_failed and self._transcriber.has_room(entry.recorded_bytes):
+                self._transcribe(entry)
 
     # items
 
@@ -332,6 +348,7 @@ class Session:
             if not isinstance(item, ItemReference):
                 self._check_tools(item)
         response = self._responses.begin(self._config, asked, self._params)
+        self._transcribe_again(response.entries)
         assert self._nursery is not None
         self._nursery.start_soon(self._run_response, response)
 

@@ -1,11 +1,12 @@
 """Write down what the user says: one recording of a session after the other.
 
-A recording that waits is kept, also if its item is deleted. So the recordings that wait have a bound of their own.
+Rules
+1. A recording that waits is kept, also if its item is deleted. So the recordings that wait have a bound of their own.
+2. A transcript that failed is not final, unless the same request would fail again: ``may_succeed`` tells, and the next
+   response that needs the words has them written down again.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import trio
 
@@ -22,6 +23,12 @@ MOST_WAITING = 64
 _EVENT = "conversation.item.input_audio_transcription"
 
 
+def may_succeed(error: OmniError) -> bool:
+    """Return whether the request that failed may succeed if it is made again: after 429 and from 500 on."""
+    status = to_http_error(error).status
+    return status == 429 or status >= 500
+
+
 class Transcriber:
     """Transcribes the recordings of one session.
 
@@ -33,31 +40,39 @@ class Transcriber:
 
     def __init__(self, pipeline: SessionPipeline, outbox: Outbox, max_bytes: int) -> None:
         self._pipeline, self._outbox, self._max_bytes = pipeline, outbox, max_bytes
-        self._queue, self._queued = trio.open_memory_channel[tuple[Entry, bool, dict[str, Any]]](MOST_WAITING)
+        self._queue, self._queued = trio.open_memory_channel[tuple[Entry, bool, str | None]](MOST_WAITING)
         self._waiting_bytes = 0
+
+    def has_room(self, size: int) -> bool:
+        """Return whether an entry with ``size`` bytes of recordings may wait."""
+        is_short = self._queued.statistics().current_buffer_used < MOST_WAITING
+        return is_short and self._waiting_bytes + size <= self._max_bytes
 
     def check_room(self, size: int) -> None:
         """Refuse an entry with ``size`` bytes of recordings if too much waits. Raises HTTPError."""
-        if (
-            self._queued.statistics().current_buffer_used < MOST_WAITING
-            and self._waiting_bytes + size <= self._max_bytes
-        ):
-            return
-        raise HTTPError(429, "too many recordings wait for their transcripts", code="transcription_backlog")
+        if not self.has_room(size):
+            raise HTTPError(429, "too many recordings wait for their transcripts", code="transcription_backlog")
 
-    def add(self, entry: Entry, *, is_asked: bool, params: dict[str, Any]) -> None:
-        """Transcribe an entry's recordings, for which there is room. is_asked: whether the client gets the words."""
+    def add(self, entry: Entry, *, is_asked: bool, language: str | None) -> None:
+        """Transcribe the recordings of an entry that have no transcript. There is room for them.
+
+        Args:
+            entry: the entry. Its words count as not known until then.
+            is_asked: whether the client gets the words.
+            language: of the recordings, if it is known.
+        """
+        entry.expect_words()
         self._waiting_bytes += entry.recorded_bytes
-        self._queue.send_nowait((entry, is_asked, params))
+        self._queue.send_nowait((entry, is_asked, language))
 
     async def run(self) -> None:
         """Transcribe until cancelled."""
-        async for entry, is_asked, params in self._queued:
+        async for entry, is_asked, language in self._queued:
             size = entry.recorded_bytes
-            for index, recording in list(entry.recordings.items()):
+            for index, recording in entry.untranscribed():
                 await self._outbox.wait_room()
                 try:
-                    await self._transcribe(entry, index, recording, is_asked=is_asked, params=params)
+                    await self._transcribe(entry, index, recording, is_asked=is_asked, language=language)
                 except OmniError as error:
                     entry.error = error
                     if is_asked:
@@ -67,17 +82,21 @@ class Transcriber:
             entry.words_known.set()
 
     async def _transcribe(
-        self, entry: Entry, index: int, recording: Recording, *, is_asked: bool, params: dict[str, Any]
+        self, entry: Entry, index: int, recording: Recording, *, is_asked: bool, language: str | None
     ) -> None:
         """Set the transcript of one recording. Raises OmniError."""
         place = {"item_id": entry.item.id, "content_index": index}
         words: list[str] = []
-        async for output in self._pipeline.transcribe(recording.clip(), params):
-            if isinstance(output.delta, str):
-                words.append(output.delta)
-                if is_asked:
-                    self._outbox.post(f"{_EVENT}.delta", **place, delta=output.delta)
-                    await self._outbox.wait_room()
+        generation = self._pipeline.transcribe(recording.clip(), language)
+        try:
+            async for output in generation:
+                if isinstance(output.delta, str):
+                    words.append(output.delta)
+                    if is_asked:
+                        self._outbox.post(f"{_EVENT}.delta", **place, delta=output.delta)
+                        await self._outbox.wait_room()
+        finally:
+            generation.abort()
         assert isinstance(entry.item, Message)
         transcript = entry.item.content[index].transcript = "".join(words).strip()
         if is_asked:

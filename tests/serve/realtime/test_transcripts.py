@@ -1,0 +1,115 @@
+"""The words of the user's recordings: languages, transcripts that fail, and what answers then know."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.http_server import Server, Start
+from tests.support.realtime import Session, session
+from tests.support.served_engines import REFUSED_S
+
+FAILED = "conversation.item.input_audio_transcription.failed"
+COMPLETED = "conversation.item.input_audio_transcription.completed"
+REPORTER = """\
+name: reporter
+stages:
+  ear: {engine: "tests.support.served_engines:Ear", accepts: [audio], emits: transcript}
+  mind: {engine: "tests.support.served_engines:Eye", accepts: [messages], inputs: [ear], emits: text}
+"""
+"""A pipeline that answers with the conversation that it was given."""
+TEXT: Any = {"output_modalities": ["text"]}
+
+
+def sound(seconds: float) -> str:
+    return base64.b64encode(bytes(round(seconds * 24000) * 2)).decode()
+
+
+def transcribe(talk: Session, **settings: Any) -> dict[str, Any]:
+    """Ask for transcripts; return what the session says of them."""
+    audio = {"input": {"turn_detection": None, "transcription": settings}}
+    talk.send("session.update", session={"type": "realtime", "audio": audio})
+    shown: dict[str, Any] = talk.receive()["session"]["audio"]["input"]["transcription"]
+    return shown
+
+
+def say(talk: Session, *parts: dict[str, Any]) -> str:
+    """Add a message of the user; return the text of the error of its transcript, or the transcript."""
+    talk.send("conversation.item.create", item={"type": "message", "role": "user", "content": list(parts)})
+    while (event := talk.receive())["type"] not in (FAILED, COMPLETED):
+        pass
+    return str(event["transcript"] if event["type"] == COMPLETED else event["error"]["code"])
+
+
+def recording(seconds: float) -> dict[str, Any]:
+    return {"type": "input_audio", "audio": sound(seconds)}
+
+
+def written(events: list[dict[str, Any]]) -> str:
+    """The text of an answer, which repeats its question three times."""
+    response = events[-1]["response"]
+    assert response["status"] == "completed", response["status_details"]
+    text: str = response["output"][0]["content"][0]["text"]
+    assert len(text) % 3 == 0
+    assert text == text[: len(text) // 3] * 3
+    return text[: len(text) // 3]
+
+
+def test_a_language_that_the_model_does_not_know_is_refused(talk: Session) -> None:
+    name = "session.audio.input.transcription.language"
+    for language in ("xx", "?", "", "x" * 40):
+        audio = {"input": {"transcription": {"language": language}}}
+        assert talk.error("session.update", session={"audio": audio})["param"] == name
+    assert transcribe(talk, language="de")["language"] == "de"
+    assert talk.error("session.update", session={"audio": {"input": {"transcription": {"language": "xx"}}}})
+    assert say(talk, recording(0.5)) == "0.5 s at 24000 Hz"
+
+
+def test_an_answer_about_a_recording_without_words_fails_and_later_ones_do_not(talk: Session) -> None:
+    transcribe(talk)
+    assert say(talk, recording(REFUSED_S)) == "invalid_value"
+    failed = talk.respond(**TEXT)[-1]["response"]
+    assert (failed["status"], failed["status_details"]["error"]["code"]) == ("failed", "invalid_value")
+    say(talk, recording(0.5))
+    assert written(talk.respond(**TEXT)) == "0.5 s at 24000 Hz"
+
+
+def test_the_text_beside_a_recording_without_words_is_kept(start: Start) -> None:
+    with start(config=REPORTER) as server, session(server) as talk:
+        transcribe(talk)
+        assert say(talk, recording(REFUSED_S), {"type": "input_text", "text": "and this"}) == "invalid_value"
+        assert say(talk, recording(0.5)) == "0.5 s at 24000 Hz"
+        [item] = talk.respond(**TEXT)[-1]["response"]["output"]
+        asked = json.loads(item["content"][0]["text"].splitlines()[-1])
+        assert [message["content"] for message in asked["messages"]] == ["and this", "0.5 s at 24000 Hz"]
+
+
+@pytest.fixture(scope="module")
+def narrow(start: Start) -> Any:
+    """A server that admits one request, whose answers do not end."""
+    mind = ("-s", "stages.mind.options.fan_out=100000", "-s", "stages.mind.options.step_s=0.01")
+    with start(*mind, "-s", "limits.max_requests=1") as server:
+        yield server
+        assert server.stderr == ""
+
+
+def test_a_transcript_that_failed_is_made_again_for_the_next_answer(narrow: Server) -> None:
+    with session(narrow) as other, session(narrow) as talk:
+        transcribe(talk)
+        other.ask("hello")
+        other.send("response.create", response=TEXT)
+        other.until("response.output_text.delta")
+        assert say(talk, recording(0.5)) == "overloaded"
+        events = talk.respond(**TEXT)
+        assert FAILED in [event["type"] for event in events]
+        assert events[-1]["response"]["status_details"]["error"]["code"] == "overloaded"
+        other.send("response.cancel")
+        other.until("response.done")
+        talk.send("response.create", response=TEXT)
+        assert talk.until(COMPLETED)[-1]["transcript"] == "0.5 s at 24000 Hz"
+        talk.until("response.output_text.delta")
+        talk.send("response.cancel")
+        assert talk.until("response.done")[-1]["response"]["status"] == "cancelled"
