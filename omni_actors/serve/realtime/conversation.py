@@ -1,8 +1,9 @@
 """The conversation of a session: its items in order, within bounds, and as the pipeline takes it.
 
 Rules
-1. The conversation has at most ``max_items`` items and ``max_bytes`` bytes of text and recordings. An item that exceeds
-   a bound is refused. To make room, the recordings of the oldest items are dropped whose words are known.
+1. The conversation has at most ``max_items`` items and ``max_bytes`` bytes of text and recordings. To make room for a
+   new item, the recordings of old items are dropped whose words are known. Then the oldest items leave, if the session
+   allows it; messages of the system stay. An item that still does not fit is refused, and nothing is dropped for it.
 2. Sound of the assistant is not kept.
 3. Where the pipeline has a transcriber, the words of a recording stand for it. A recording whose transcript failed is
    left out, and the rest of its item is not.
@@ -11,7 +12,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -65,6 +66,12 @@ class Entry:
         return False
 
     @property
+    def may_leave(self) -> bool:
+        """Whether it may make room for a new item: it is complete, and no instruction to the model."""
+        is_system = isinstance(self.item, Message) and self.item.role == "system"
+        return not is_system and self.item.status != "in_progress"
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the recordings and, about, of the text."""
         match self.item:
@@ -88,6 +95,15 @@ class Entry:
         return found
 
 
+class _Room(NamedTuple):
+    """What is dropped to make room for an item."""
+
+    recorded: list[Entry]
+    """The entries whose recordings are dropped."""
+    leaving: list[Entry]
+    """The entries that leave the conversation."""
+
+
 class Conversation:
     """The items of one conversation. See the rules."""
 
@@ -95,21 +111,54 @@ class Conversation:
         self._max_items, self._max_bytes = max_items, max_bytes
         self.entries: list[Entry] = []
 
-    def check_room(self, size: int = 0) -> None:
-        """Refuse an item of this size if the conversation is full. Raises HTTPError."""
-        if len(self.entries) >= self._max_items:
+    def make_room(self, *, may_leave: bool) -> list[str]:
+        """Make room for an answer. Return the identifiers of the items that left.
+
+        may_leave: whether old items may leave. Raises HTTPError: the conversation is full, and nothing has changed.
+        """
+        return self._drop(self._find_room(0, may_leave=may_leave))
+
+    def add(self, entry: Entry, after: str | None = None, *, may_leave: bool) -> list[str]:
+        """Insert an entry, and make room for it. Return the identifiers of the items that left.
+
+        Args:
+            entry: the entry.
+            after: as ``insert`` takes it.
+            may_leave: whether old items may leave.
+
+        Raises HTTPError: the entry is refused, and nothing has changed.
+        """
+        room = self._find_room(entry.nbytes, may_leave=may_leave)
+        self.insert(entry, after)
+        return self._drop(room)
+
+    def _find_room(self, size: int, *, may_leave: bool) -> _Room:
+        """Return what has to be dropped for a new item of this size. Raises HTTPError: the conversation is full."""
+        items = len(self.entries) + 1 - self._max_items
+        excess = sum(entry.nbytes for entry in self.entries) + size - self._max_bytes
+        recorded, leaving = list[Entry](), list[Entry]()
+        for entry in self.entries:
+            if excess > 0 and entry.recordings and entry.words_known.is_set() and entry.error is None:
+                excess -= entry.recorded_bytes
+                recorded.append(entry)
+        for entry in self.entries:
+            if may_leave and (items > 0 or excess > 0) and entry.may_leave:
+                items -= 1
+                excess -= entry.nbytes - (entry.recorded_bytes if entry in recorded else 0)
+                leaving.append(entry)
+        if items > 0:
             message = f"the conversation has {self._max_items} items, which is the limit; delete some"
             raise bad_request(message, None, "conversation_full")
-        excess = sum(entry.nbytes for entry in self.entries) + size - self._max_bytes
-        for entry in self.entries:
-            if excess <= 0:
-                return
-            if entry.recordings and entry.words_known.is_set() and entry.error is None:
-                excess -= entry.recorded_bytes
-                entry.recordings.clear()
         if excess > 0:
             message = f"the conversation has more than {self._max_bytes} bytes; delete items"
             raise bad_request(message, None, "conversation_full")
+        return _Room(recorded, leaving)
+
+    def _drop(self, room: _Room) -> list[str]:
+        for entry in room.recorded:
+            entry.recordings.clear()
+        self.entries = [entry for entry in self.entries if entry not in room.leaving]
+        return [entry.item.id for entry in room.leaving]
 
     def insert(self, entry: Entry, after: str | None = None) -> str | None:
         """Add an entry at the end, or after the item ``after``. Return the identifier of the item before it.

@@ -74,8 +74,8 @@ class InputAudio:
         frames = round((position_ms - self._begins_ms) * rate_of(format) / 1000)
         return max(0, min(frames, len(self._data) // frame_bytes(format))) * frame_bytes(format)
 
-    def commit(self, format: AudioFormat, until_ms: float | None = None) -> Recording:
-        """Take the content, or what of it is before a position. Raises HTTPError: it is too short."""
+    def recording(self, format: AudioFormat, until_ms: float | None = None) -> Recording:
+        """Return a copy of the content, or of what of it is before a position. Raises HTTPError: it is too short."""
         end_ms = self.end_ms(format) if until_ms is None else until_ms
         whole = self._size_until(end_ms, format)
         recording = Recording(bytes(self._data[:whole]), format)
@@ -84,8 +84,4 @@ class InputAudio:
                 f"the input audio buffer has {1000 * recording.duration_s:.0f} ms of sound; accepted: {SHORTEST_MS}"
             )
             raise bad_request(f"{message} ms or more", None, "input_audio_buffer_commit_empty")
-        if until_ms is None:
-            self.clear(format)
-        else:
-            self.forget(until_ms, format)
         return recording

@@ -168,7 +168,9 @@ class Session:
             case events.InputAudioAppend(audio=audio):
                 await self._take_sound(await from_base64(audio, "audio"))
             case events.InputAudioCommit():
-                self.commit_turn(None, new_id("item") if self._turns is None else self._turns.reset())
+                self.commit_turn(None, new_id("item") if self._turns is None else self._turns.item_id)
+                if self._turns is not None:
+                    self._turns.reset()
             case events.InputAudioClear():
                 if self._turns is not None:
                     self._turns.reset()
@@ -261,14 +263,31 @@ class Session:
     def commit_turn(self, until_ms: float | None, item_id: str) -> None:
         """Make the buffer, or what of it is before a position, an item. Raises HTTPError."""
         self._require_hearing()
-        self._conversation.check_room(self._input.nbytes)
-        self._transcriber.check_room(self._input.nbytes)
-        recording = self._input.commit(self._config.audio.input.format, until_ms)
-        item = Message(id=item_id, role="user", content=[Part("input_audio")])
-        entry = Entry(item, {0: recording})
-        before = self._conversation.insert(entry)
-        self._outbox.post("input_audio_buffer.committed", previous_item_id=before, item_id=item.id)
-        self._announce(entry, before)
+        format = self._config.audio.input.format
+        recording = self._input.recording(format, until_ms)
+        entry = Entry(Message(id=item_id, role="user", content=[Part("input_audio")]), {0: recording})
+        self._add(entry, is_committed=True)
+        if until_ms is None:
+            self._input.clear(format)
+        else:
+            self._input.forget(until_ms, format)
+
+    def _add(self, entry: Entry, after: str | None = None, *, is_committed: bool = False) -> None:
+        """Add an item of the user, and announce it. Raises HTTPError: it is refused, and nothing has changed.
+
+        Args:
+            entry: the item.
+            after: the identifier of the item before it; None: it is the last one.
+            is_committed: whether it comes from the input audio buffer.
+        """
+        self._transcriber.check_room(entry.recorded_bytes)
+        for id in self._conversation.add(entry, after, may_leave=self._config.truncation == "auto"):
+            self._outbox.post("conversation.item.deleted", item_id=id)
+        before = self._conversation.before(entry)
+        if is_committed:
+            self._outbox.post("input_audio_buffer.committed", previous_item_id=before, item_id=entry.item.id)
+        for name in ("added", "done"):
+            self._outbox.post(f"conversation.item.{name}", previous_item_id=before, item=wire(entry.item))
         self._transcribe(entry)
 
     def _transcribe(self, entry: Entry) -> None:
@@ -292,12 +311,7 @@ class Session:
         check_item(item)
         self._check_tools(item)
         item.status = "completed"
-        entry = Entry(item, await self._recordings(item))
-        self._conversation.check_room(entry.nbytes)
-        self._transcriber.check_room(entry.recorded_bytes)
-        before = self._conversation.insert(entry, after)
-        self._announce(entry, before)
-        self._transcribe(entry)
+        self._add(Entry(item, await self._recordings(item)), after)
 
     def _check_tools(self, item: Item) -> None:
         """Raises HTTPError."""
@@ -316,13 +330,9 @@ class Session:
                 place = f"item.content[{index}].audio"
                 single = InputAudio(self._limits.longest_turn_s)
                 single.append(await from_base64(part.audio, place), self._config.audio.input.format)
-                found[index] = single.commit(self._config.audio.input.format)
+                found[index] = single.recording(self._config.audio.input.format)
             part.audio = None
         return found
-
-    def _announce(self, entry: Entry, before: str | None) -> None:
-        for name in ("added", "done"):
-            self._outbox.post(f"conversation.item.{name}", previous_item_id=before, item=wire(entry.item))
 
     # what turn taking asks
 

@@ -47,9 +47,12 @@ class SessionResponses:
         settings = ResponseSettings(config, asked, self._pipeline.system.pipeline, params)
         is_apart = asked.conversation == "none"
         if not is_apart:
-            self._conversation.check_room()
             settings.head["conversation_id"] = self._conversation_id
-        entries = self._conversation.entries if asked.input is None else [self._given(each) for each in asked.input]
+        given = None if asked.input is None else [self._given(each) for each in asked.input]
+        if not is_apart:
+            for id in self._conversation.make_room(may_leave=config.truncation == "auto"):
+                self._outbox.post("conversation.item.deleted", item_id=id)
+        entries = self._conversation.entries if given is None else given
         conversation = None if is_apart else self._conversation
         self.current = self._latest = Response(
             self._pipeline, self._outbox, conversation, settings=settings, entries=entries

@@ -103,7 +103,7 @@ class TurnTaking:
         self._held: SpeechStarted | None = None
         """A start of speech that is not announced yet (rule 1)."""
         self._item_id = new_id("item")
-        """The identifier that the item of the turn will have."""
+        """See ``item_id``."""
 
     async def hear(self, data: bytes) -> None:
         """Take the next sound of the user, and do what it asks for. Raises HTTPError: the buffer is full."""
@@ -123,13 +123,17 @@ class TurnTaking:
         if not self._detector.is_speaking:
             self._sound.forget(self._sound.end_ms(self._format) - 1000 * KEPT_S, self._format)
 
-    def reset(self) -> str:
-        """Forget the turn in progress: the client took or dropped its sound. Return the identifier for its item."""
+    @property
+    def item_id(self) -> str:
+        """The identifier that the item of the turn in progress, or of the next turn, will have."""
+        return self._item_id
+
+    def reset(self) -> None:
+        """Forget the turn in progress: the client took or dropped its sound."""
         self._detector.reset()
         self._barge_in.reset()
         self._rest, self._held = b"", None
-        id, self._item_id = self._item_id, new_id("item")
-        return id
+        self._item_id = new_id("item")
 
     def expect_speech(self, after_s: float) -> None:
         """Wait for the user to speak, from when an answer will have been played: in ``after_s`` seconds."""

@@ -167,6 +167,8 @@ def test_a_turn_that_fills_the_buffer_ends(talk: Session) -> None:
 
 def test_a_turn_that_the_conversation_refuses_is_dropped(start: Start) -> None:
     with start("--session-items", "2") as server, session(server) as talk:
+        talk.send("session.update", session={"truncation": "disabled"})
+        talk.until("session.updated")
         talk.ask("one")
         talk.ask("two")
         speech = pcm(say(SENTENCES[0]))
