@@ -22,7 +22,7 @@ import soxr
 from omni_actors import turns
 from omni_actors.stress.report import percentile
 
-RATE = 16_000
+RATE = turns.SAMPLE_RATE
 NOISE_DB: tuple[int | None, ...] = (None, 20, 10)
 PAUSE_S = 2.0
 CHUNK = RATE // 50

@@ -13,8 +13,10 @@ from omni_actors.turns.detector import Detector, open_detector
 from omni_actors.turns.events import Event, IdleTimeout, SpeechStarted, SpeechStopped
 from omni_actors.turns.heard import SpokenAnswer
 from omni_actors.turns.settings import SemanticVad, ServerVad, TurnDetection
+from omni_actors.turns.silero import SAMPLE_RATE
 
 __all__ = [
+    "SAMPLE_RATE",
     "BargeIn",
     "Decision",
     "Detector",

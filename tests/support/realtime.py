@@ -9,14 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import openai.types.realtime as types
 import pydantic
+import soxr
 from openai import BaseModel
 from openai.types.realtime.realtime_server_event import RealtimeServerEvent
 from websockets.sync.client import ClientConnection, connect
 
+from omni_actors import turns
+from omni_actors.serve.media.audio import Floats, pcm16
+from omni_actors.serve.media.base64_data import to_base64
 from tests.support.http_server import WATCHDOG_S, Api
 
+PCM_S = 48_000
+"""Bytes of a second of PCM16 at 24 kHz."""
 SESSION_FIELDS = {"id", "object", "expires_at"}
 """What OpenAI's server sends of a session beside what its client sends. The client's type of the answer lacks it."""
 
@@ -52,6 +59,11 @@ class Session:
         item: dict[str, Any] = self.until("conversation.item.done")[-1]["item"]
         return item
 
+    def hear(self, sound: bytes, size: int = PCM_S // 2 + 1) -> None:
+        """Send sound of the user, in parts of ``size`` bytes. By default frames are cut."""
+        for audio in parts(sound, size):
+            self.send("input_audio_buffer.append", audio=audio)
+
     def respond(self, **response: Any) -> list[dict[str, Any]]:
         """Return the events of a response."""
         self.send("response.create", response=response)
@@ -65,6 +77,22 @@ class Session:
         assert event["error"]["event_id"] == "mine"
         error: dict[str, Any] = event["error"]
         return error
+
+
+def pcm(sound: Floats, rate: int = turns.SAMPLE_RATE) -> bytes:
+    """Return PCM16 at 24 kHz of a sound: float32 (n,), at ``rate``."""
+    return pcm16(np.asarray(soxr.resample(sound, rate, 24_000), np.float32)).tobytes()
+
+
+def silence(seconds: float) -> bytes:
+    """Return PCM16 at 24 kHz."""
+    return bytes(2 * round(24_000 * seconds))
+
+
+def parts(sound: bytes, size: int) -> Iterator[str]:
+    """Yield sound as base64, ``size`` bytes at a time."""
+    for at in range(0, len(sound), size):
+        yield to_base64(sound[at : at + size])
 
 
 @contextmanager
@@ -122,4 +150,4 @@ def _strictly(annotation: Any) -> Any:
     return typing.Union[replaced]  # noqa: UP007  # of a tuple
 
 
-__all__ = ["Session", "check_event", "session", "types"]
+__all__ = ["PCM_S", "Session", "check_event", "parts", "pcm", "session", "silence", "types"]

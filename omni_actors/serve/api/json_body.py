@@ -98,7 +98,9 @@ class DecodingCost:
         outside = b"".join(self._outside_strings(self._split(piece)))
         self._slow += len(outside)
         if self._slow > MAX_SLOW_BYTES:
-            message = f"the {self._what} has more than {MAX_SLOW_BYTES} bytes of spaces, escapes and text that is not ASCII"
+            message = (
+                f"the {self._what} has more than {MAX_SLOW_BYTES} bytes of spaces, escapes and text that is not ASCII"
+            )
             raise bad_request(message, code="too_much_text")
         value_bytes = outside.translate(None, _OTHER_BYTES)
         self._values += len(value_bytes)

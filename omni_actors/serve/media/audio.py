@@ -59,6 +59,11 @@ _OPTIONS = {"flush_packets": "1", "fflags": "+bitexact"}
 """Options of all containers: write each packet at once, and no name of the encoder."""
 
 
+def pcm16(samples: Floats) -> np.ndarray[Any, np.dtype[np.int16]]:
+    """Return samples as int16 (n,), little-endian. samples: float32 (n,), clipped to [-1, 1]."""
+    return (np.clip(samples, -1.0, 1.0) * 32767.0).round().astype("<i2")
+
+
 async def decode(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
     """Decode audio files, each given with the parameter that contains it.
 
@@ -162,8 +167,7 @@ class AudioEncoder:
     async def _encode(self, samples: Floats) -> None:
         for begin in range(0, len(samples), _ENCODED_SAMPLES):
             await trio.lowlevel.checkpoint()
-            clipped = np.clip(samples[begin : begin + _ENCODED_SAMPLES], -1.0, 1.0)
-            data = (clipped * 32767.0).round().astype("<i2")
+            data = pcm16(samples[begin : begin + _ENCODED_SAMPLES])
             if self._container is None:
                 self._sink.write(data.tobytes())
                 continue

@@ -43,6 +43,15 @@ class InputAudio:
     def nbytes(self) -> int:
         return len(self._data)
 
+    @property
+    def begins_ms(self) -> float:
+        """The position of the begin of the buffer."""
+        return self._begins_ms
+
+    def content(self) -> bytes:
+        """Return a copy of the content. Its last frame may be cut."""
+        return bytes(self._data)
+
     def has_room(self, size: int, format: AudioFormat) -> bool:
         """Return whether so many bytes can be added."""
         return len(self._data) + size <= self._most_s * bytes_per_s(format)

@@ -86,7 +86,7 @@ class SessionPipeline:
         terms: dict[str, Any] = {"multi_modal_data": {"audio": clip}, "session": self._session}
         generation: Generation
         if self.transcribes:
-            params = {} if language is None else {"language": language}
+            params: dict[str, Any] = {} if language is None else {"language": language}
             generation = self.system.generate(modalities=("transcript",), **terms, **params)
         else:
             text = TRANSCRIBE if language is None else f"{TRANSCRIBE} The code of their language is {language}."

@@ -26,8 +26,8 @@ from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_me
 from omni_actors.serve.realtime.outbox import Outbox, error_object
 from omni_actors.serve.realtime.pacer import Pacer
 from omni_actors.serve.realtime.pipeline import SessionPipeline
-from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.response_events import ResponseEvents
+from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.sound import SoundEncoder, bytes_per_s
 from omni_actors.serve.routes.chat_answer import Calls
 
@@ -60,6 +60,8 @@ class Response:
         entries: Sequence[Entry],
     ) -> None:
         self._pipeline, self._outbox, self._settings = pipeline, outbox, settings
+        self.is_apart = conversation is None
+        """Whether it is out of the conversation."""
         self.entries = list(entries)
         """The input."""
         self._events = ResponseEvents(outbox, conversation, settings.head, is_spoken=settings.is_spoken)

@@ -42,8 +42,8 @@ from omni_actors.serve.realtime.items import (
 )
 from omni_actors.serve.realtime.outbox import Outbox
 from omni_actors.serve.realtime.pipeline import SessionPipeline
-from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.response import Response
+from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.session_responses import SessionResponses
 from omni_actors.serve.realtime.transcribing import Transcriber, may_succeed
 from omni_actors.serve.realtime.turn_taking import TurnTaking, can_detect, open_turn_taking
@@ -129,8 +129,8 @@ class Session:
     async def _watch_drain(self) -> None:
         """End the session when the server drains and no response is in progress."""
         await self._draining.wait()
-        while (response := self._responses.current) is not None:
-            await response.done.wait()
+        while in_progress := self._responses.in_progress:
+            await in_progress[0].done.wait()
         await self._outbox.wait_sent()
         self._end(GOING_AWAY)
 
@@ -209,8 +209,11 @@ class Session:
         self._check_modalities(config, "session.")
         await self._check_language(config)
         ResponseSettings(config, ResponseParams(), self._pipeline.system.pipeline, self._params)
+        before = self._turns
         await self._adopt(config)
         self._outbox.post("session.updated", session=self._described())
+        if self._turns is not None and self._turns is not before:
+            await self._turns.hear_buffer()
 
     async def _check_language(self, config: SessionConfig) -> None:
         """Raises HTTPError."""
@@ -239,7 +242,9 @@ class Session:
             self._turns = None
         elif (detection, asked.format) != (before.turn_detection, before.format):
             self._require_hearing()
-            self._turns = await open_turn_taking(detection, self, self._input, asked.format, self._outbox)
+            self._turns = await open_turn_taking(
+                detection, self, self._input, format=asked.format, outbox=self._outbox, before=self._turns
+            )
         self._config = config
 
     async def _begin_turns(self) -> None:
@@ -336,12 +341,16 @@ class Session:
 
     # what turn taking asks
 
+    def is_answering(self) -> bool:
+        """Return whether a response of the conversation is in progress."""
+        return self._responses.current is not None
+
     def is_playing(self) -> bool:
         """Return whether an answer is computed or, at a client that plays it at once, played."""
         return self._responses.is_playing()
 
     def respond_to_turn(self) -> None:
-        """Begin a response, unless one is in progress. Raises HTTPError."""
+        """Begin a response, unless one of the conversation is in progress. Raises HTTPError."""
         if self._responses.current is None:
             self._respond(ResponseParams())
 
@@ -364,5 +373,5 @@ class Session:
 
     async def _run_response(self, response: Response) -> None:
         await self._responses.run(response)
-        if self._turns is not None:
+        if self._turns is not None and not response.is_apart:
             self._turns.expect_speech(response.pacer.unplayed_s(trio.current_time()))

@@ -1,9 +1,11 @@
 """The responses of one session.
 
 Rules
-1. There is one response at a time.
+1. There is one response of the conversation at a time. Beside it run at most ``MOST_APART`` responses that are out of
+   the conversation. They are no part of turn taking: speech does not cut them, and they keep no turn from an answer.
 2. A response is cut in ``_cut`` alone. What follows in the conversation comes after its last events.
-3. The newest response may be played at the client after its end. It counts as played at once, as it leaves.
+3. The newest response of the conversation may be played at the client after its end. It counts as played at once, as it
+   leaves.
 """
 
 from __future__ import annotations
@@ -19,19 +21,29 @@ from omni_actors.serve.realtime.conversation import Conversation, Entry
 from omni_actors.serve.realtime.items import Item, ItemReference, Message, check_item, new_id
 from omni_actors.serve.realtime.outbox import Outbox
 from omni_actors.serve.realtime.pipeline import SessionPipeline
-from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.response import CancelReason, Response
+from omni_actors.serve.realtime.response_settings import ResponseSettings
+
+MOST_APART = 4
+"""The most responses out of the conversation that are in progress at a time."""
 
 
 class SessionResponses:
-    """The responses of one session. current: the one in progress."""
+    """The responses of one session. current: the one of the conversation that is in progress."""
 
     def __init__(self, pipeline: SessionPipeline, outbox: Outbox, conversation: Conversation) -> None:
         self._pipeline, self._outbox, self._conversation = pipeline, outbox, conversation
         self._conversation_id = new_id("conv")
         self.current: Response | None = None
         self._latest: Response | None = None
-        """The newest response, unless it was interrupted."""
+        """The newest response of the conversation, unless it was interrupted."""
+        self._apart: dict[str, Response] = {}
+        """The responses out of the conversation that are in progress."""
+
+    @property
+    def in_progress(self) -> list[Response]:
+        """All responses in progress."""
+        return [*([] if self.current is None else [self.current]), *self._apart.values()]
 
     def begin(self, config: SessionConfig, asked: ResponseParams, params: Mapping[str, Any]) -> Response:
         """Return a new response, for ``run``. Raises HTTPError.
@@ -41,11 +53,14 @@ class SessionResponses:
             asked: what the response changes in it.
             params: parameters of the engines.
         """
-        if self.current is not None:
+        is_apart = asked.conversation == "none"
+        if is_apart and len(self._apart) == MOST_APART:
+            message = f"{MOST_APART} responses out of the conversation are in progress; wait for one, or cancel it"
+            raise bad_request(message, None, "too_many_responses")
+        if not is_apart and self.current is not None:
             message = f"the response {self.current.id} is in progress; wait for it, or cancel it"
             raise bad_request(message, None, "conversation_already_has_active_response")
         settings = ResponseSettings(config, asked, self._pipeline.system.pipeline, params)
-        is_apart = asked.conversation == "none"
         if not is_apart:
             settings.head["conversation_id"] = self._conversation_id
         given = None if asked.input is None else [self._given(each) for each in asked.input]
@@ -54,15 +69,20 @@ class SessionResponses:
                 self._outbox.post("conversation.item.deleted", item_id=id)
         entries = self._conversation.entries if given is None else given
         conversation = None if is_apart else self._conversation
-        self.current = self._latest = Response(
-            self._pipeline, self._outbox, conversation, settings=settings, entries=entries
-        )
-        return self.current
+        response = Response(self._pipeline, self._outbox, conversation, settings=settings, entries=entries)
+        if is_apart:
+            self._apart[response.id] = response
+        else:
+            self.current = self._latest = response
+        return response
 
     async def run(self, response: Response) -> None:
         """Run a response to its end. Cancellation ends its requests, and sends nothing more."""
         await response.run()
-        self.current = None
+        if response.is_apart:
+            del self._apart[response.id]
+        else:
+            self.current = None
         response.done.set()
 
     def is_playing(self) -> bool:
@@ -72,11 +92,12 @@ class SessionResponses:
         return self._latest is not None and self._latest.pacer.unplayed_s(trio.current_time()) > 0
 
     async def cancel(self, id: str | None) -> None:
-        """End the response in progress. id: its identifier, or None. Raises HTTPError."""
-        if self.current is None or id not in (None, self.current.id):
+        """End a response. id: its identifier; None: the response of the conversation. Raises HTTPError."""
+        found = next((each for each in self.in_progress if each.id == id), self.current if id is None else None)
+        if found is None:
             which = "no response is in progress" if id is None else f"the response {quote_value(id)} is not in progress"
             raise bad_request(which, "response_id", "response_cancel_not_active")
-        await self._cut(self.current, "client_cancelled")
+        await self._cut(found, "client_cancelled")
 
     async def clear_sound(self) -> None:
         """Drop the sound that has not left. Raises HTTPError."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-from typing import Any, TypeAlias
 
 import numpy as np
 import soundfile
 import soxr
 
 from omni_actors.outputs import AudioChunk
+from omni_actors.serve.media.audio import Floats, pcm16
 from omni_actors.serve.realtime.config import PCM, PCMA, PCMU, AudioFormat
-
-Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 _SUBTYPES: dict[type, str] = {PCM: "PCM_16", PCMU: "ULAW", PCMA: "ALAW"}
 
@@ -50,12 +48,38 @@ def decode(data: bytes, format: AudioFormat) -> Floats:
 
 def encode(samples: Floats, format: AudioFormat) -> bytes:
     """Return the bytes of samples: float32 (n,), clipped to [-1, 1], at ``rate_of(format)``."""
-    clipped = (np.clip(samples, -1.0, 1.0) * 32767.0).round().astype("<i2")
+    data = pcm16(samples)
     if isinstance(format, PCM):
-        return clipped.tobytes()
+        return data.tobytes()
     file = io.BytesIO()
-    soundfile.write(file, clipped, rate_of(format), format="RAW", subtype=_SUBTYPES[type(format)])
+    soundfile.write(file, data, rate_of(format), format="RAW", subtype=_SUBTYPES[type(format)])
     return file.getvalue()
+
+
+class SoundDecoder:
+    """Decodes a stream of sound that is cut anywhere, and changes its sample rate.
+
+    Args:
+        format: of the stream.
+        rate: of the samples, in Hz.
+    """
+
+    def __init__(self, format: AudioFormat, rate: int) -> None:
+        self._format = format
+        self._rest = b""
+        """The begin of a frame whose end has not arrived."""
+        self._resampler = soxr.ResampleStream(rate_of(format), rate, 1, dtype="float32", quality="LQ")
+
+    def push(self, data: bytes) -> Floats:
+        """Return the samples that the next part of the stream adds: float32 (n,), about [-1, 1]."""
+        data = self._rest + data
+        whole = len(data) // frame_bytes(self._format) * frame_bytes(self._format)
+        self._rest = data[whole:]
+        return np.asarray(self._resampler.resample_chunk(decode(data[:whole], self._format)), np.float32)
+
+    def forget_rest(self) -> None:
+        """Forget the begin of a frame: the stream goes on with a whole frame."""
+        self._rest = b""
 
 
 class SoundEncoder:

@@ -9,6 +9,8 @@ Rules
 4. Detectors run in threads, at most ``_THREADS`` at a time for all sessions: some pauses take 40 ms. A thread takes at
    most a second of sound at a time, so that a session which sends minutes at once does not delay the others.
 5. A turn that the conversation refuses is dropped, and answered with an ``error`` event. The sound after it counts.
+6. A thread uses the detector only while the task of ``hear`` waits for it. Other tasks leave the detector alone.
+7. When the settings change, a new ``TurnTaking`` judges what the buffer holds, so speech in progress keeps its begin.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from __future__ import annotations
 import importlib.util
 from typing import Protocol
 
-import numpy as np
-import soxr
 import trio
 
 from omni_actors.serve.http.errors import HTTPError, bad_request
@@ -25,9 +25,10 @@ from omni_actors.serve.realtime.config import AudioFormat
 from omni_actors.serve.realtime.input_audio import InputAudio
 from omni_actors.serve.realtime.items import new_id
 from omni_actors.serve.realtime.outbox import Outbox
-from omni_actors.serve.realtime.sound import bytes_per_s, decode, frame_bytes, rate_of
+from omni_actors.serve.realtime.sound import SoundDecoder, bytes_per_s
 from omni_actors.stages import assets
 from omni_actors.turns import (
+    SAMPLE_RATE,
     BargeIn,
     Decision,
     Detector,
@@ -39,7 +40,6 @@ from omni_actors.turns import (
     open_detector,
 )
 
-RATE = 16_000
 KEPT_S = 45.0
 """How much sound without speech is kept. It exceeds the longest idle timeout."""
 _THREADS = trio.CapacityLimiter(2)
@@ -47,6 +47,9 @@ _THREADS = trio.CapacityLimiter(2)
 
 class TurnSession(Protocol):
     """What turn taking asks of its session."""
+
+    def is_answering(self) -> bool:
+        """Return whether an answer is in progress: it is computed, or its sound has not left."""
 
     def is_playing(self) -> bool:
         """Return whether the client plays an answer, or waits for one."""
@@ -67,15 +70,35 @@ def can_detect() -> bool:
 
 
 async def open_turn_taking(
-    settings: TurnDetection, session: TurnSession, sound: InputAudio, format: AudioFormat, outbox: Outbox
+    settings: TurnDetection,
+    session: TurnSession,
+    sound: InputAudio,
+    *,
+    format: AudioFormat,
+    outbox: Outbox,
+    before: TurnTaking | None,
 ) -> TurnTaking:
-    """Return the turn taking of a session. The models are loaded in a thread. Raises HTTPError: one is not there."""
+    """Return the turn taking of a session. Its stream begins with what the buffer holds, see ``hear_buffer``.
+
+    Args:
+        settings: of the detector.
+        session: acts on the turns.
+        sound: the buffer.
+        format: of the buffer.
+        outbox: receives the events.
+        before: what followed the sound until now, if anything did: the item of a turn in progress keeps its identifier.
+
+    The models are loaded in a thread. Raises HTTPError: one is not there.
+    """
     try:
         detector = await trio.to_thread.run_sync(open_detector, settings, limiter=_THREADS)
     except assets.ModelNotFound as error:
         place = "session.audio.input.turn_detection"
         raise bad_request(f"{place}: {error}", place, "unsupported_parameter") from error
-    return TurnTaking(settings, detector, session, sound=sound, format=format, outbox=outbox)
+    turns = TurnTaking(settings, detector, session, sound=sound, format=format, outbox=outbox)
+    if before is not None:
+        turns.continue_turn(before)
+    return turns
 
 
 class TurnTaking:
@@ -92,11 +115,9 @@ class TurnTaking:
     ) -> None:
         self._settings, self._detector, self._session = settings, detector, session
         self._sound, self._format, self._outbox = sound, format, outbox
-        self._begins_ms = sound.end_ms(format)
+        self._begins_ms = sound.begins_ms
         """The position in the session's sound at which the detector's stream begins."""
-        self._rest = b""
-        """The begin of a frame whose end has not arrived."""
-        self._resampler = soxr.ResampleStream(rate_of(format), RATE, 1, dtype="float32", quality="LQ")
+        self._decoder = SoundDecoder(format, SAMPLE_RATE)
         self._barge_in = BargeIn(
             interrupts=settings.interrupt_response, ignores_backchannels=settings.ignore_backchannels
         )
@@ -104,6 +125,20 @@ class TurnTaking:
         """A start of speech that is not announced yet (rule 1)."""
         self._item_id = new_id("item")
         """See ``item_id``."""
+        self._is_announced = False
+        """Whether ``speech_started`` was posted for this item."""
+        self._expect_from_ms: float | None = None
+        """Where in the detector's stream the wait for speech begins, until the detector knows (rule 6)."""
+
+    def continue_turn(self, before: TurnTaking) -> None:
+        """Give the turn in progress the identifier that it had before the settings changed."""
+        self._item_id, self._is_announced = before._item_id, before._is_announced
+
+    async def hear_buffer(self) -> None:
+        """Judge what the buffer held when this was made. Call it once, before ``hear``."""
+        data, size = self._sound.content(), bytes_per_s(self._format)
+        for at in range(0, len(data), size):
+            await self._judge(data[at : at + size])
 
     async def hear(self, data: bytes) -> None:
         """Take the next sound of the user, and do what it asks for. Raises HTTPError: the buffer is full."""
@@ -116,12 +151,19 @@ class TurnTaking:
             await self._stop(SpeechStopped(self._detector.position_ms, self._detector.position_ms))
             self._detector.reset()
         self._sound.append(data, self._format)
+        await self._judge(data)
+
+    async def _judge(self, data: bytes) -> None:
+        """Have the detector judge sound that the buffer has got, and do what it asks for."""
+        if self._expect_from_ms is not None:
+            self._detector.expect_speech(round(self._expect_from_ms))
+            self._expect_from_ms = None
         for event in await trio.to_thread.run_sync(self._detect, data, limiter=_THREADS):
             await self._follow(event)
         if self._barge_in.advanced(self._detector.spoken_until_ms) is Decision.CUT:
             await self._cut()
         if not self._detector.is_speaking:
-            self._sound.forget(self._sound.end_ms(self._format) - 1000 * KEPT_S, self._format)
+            self._sound.forget(self._begins_ms + self._detector.position_ms - 1000 * KEPT_S, self._format)
 
     @property
     def item_id(self) -> str:
@@ -132,19 +174,19 @@ class TurnTaking:
         """Forget the turn in progress: the client took or dropped its sound."""
         self._detector.reset()
         self._barge_in.reset()
-        self._rest, self._held = b"", None
-        self._item_id = new_id("item")
+        self._decoder.forget_rest()
+        self._held = None
+        self._take_id()
 
     def expect_speech(self, after_s: float) -> None:
-        """Wait for the user to speak, from when an answer will have been played: in ``after_s`` seconds."""
-        self._detector.expect_speech(self._detector.position_ms + round(1000 * after_s))
+        """Wait for the user to speak, from when an answer will have been played: in ``after_s`` seconds.
+
+        The wait counts from the end of the sound that has arrived. It begins with the next sound.
+        """
+        self._expect_from_ms = self._sound.end_ms(self._format) - self._begins_ms + 1000 * after_s
 
     def _detect(self, data: bytes) -> list[Event]:
-        data = self._rest + data
-        whole = len(data) // frame_bytes(self._format) * frame_bytes(self._format)
-        self._rest = data[whole:]
-        samples = self._resampler.resample_chunk(decode(data[:whole], self._format))
-        return self._detector.feed(np.asarray(samples, np.float32))
+        return self._detector.feed(self._decoder.push(data))
 
     async def _follow(self, event: Event) -> None:
         match event:
@@ -158,7 +200,7 @@ class TurnTaking:
                     self._announce()
             case SpeechStopped():
                 await self._stop(event)
-            case IdleTimeout():
+            case IdleTimeout() if not self._session.is_answering():  # else the wait begins again after the answer
                 self._time_out(event)
 
     async def _stop(self, event: SpeechStopped) -> None:
@@ -174,20 +216,28 @@ class TurnTaking:
     def _announce(self) -> None:
         event, self._held = self._held, None
         assert event is not None
+        if self._is_announced:
+            return
+        self._is_announced = True
         start_ms = round(self._begins_ms + event.at_ms)
         self._outbox.post("input_audio_buffer.speech_started", audio_start_ms=start_ms, item_id=self._item_id)
+
+    def _take_id(self) -> str:
+        """Return the identifier of the turn's item. The item of the next turn has a new one."""
+        id, self._item_id, self._is_announced = self._item_id, new_id("item"), False
+        return id
 
     async def _cut(self) -> None:
         self._announce()
         await self._session.interrupt()
 
     def _end_turn(self, end_ms: float) -> None:
-        id, self._item_id = self._item_id, new_id("item")
+        id = self._take_id()
         self._outbox.post("input_audio_buffer.speech_stopped", audio_end_ms=round(end_ms), item_id=id)
         self._commit(end_ms, id)
 
     def _time_out(self, event: IdleTimeout) -> None:
-        id, self._item_id = self._item_id, new_id("item")
+        id = self._take_id()
         start_ms, end_ms = (round(self._begins_ms + at_ms) for at_ms in (event.start_ms, event.at_ms))
         self._sound.forget(start_ms, self._format)
         place = {"audio_start_ms": start_ms, "audio_end_ms": end_ms}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from typing import Any
 
 import pytest
 
+from omni_actors.serve.media.base64_data import to_base64
 from tests.support.http_server import Server, Start
-from tests.support.realtime import Session, session
+from tests.support.realtime import Session, session, silence
 from tests.support.served_engines import REFUSED_S
 
 FAILED = "conversation.item.input_audio_transcription.failed"
@@ -22,10 +22,6 @@ stages:
 """
 """A pipeline that answers with the conversation that it was given."""
 TEXT: Any = {"output_modalities": ["text"]}
-
-
-def sound(seconds: float) -> str:
-    return base64.b64encode(bytes(round(seconds * 24000) * 2)).decode()
 
 
 def transcribe(talk: Session, **settings: Any) -> dict[str, Any]:
@@ -45,7 +41,7 @@ def say(talk: Session, *parts: dict[str, Any]) -> str:
 
 
 def recording(seconds: float) -> dict[str, Any]:
-    return {"type": "input_audio", "audio": sound(seconds)}
+    return {"type": "input_audio", "audio": to_base64(silence(seconds))}
 
 
 def written(events: list[dict[str, Any]]) -> str:

@@ -11,14 +11,12 @@ import pytest
 import soundfile
 import soxr
 
-from bench.turns import SENTENCES, Sound, say
+from bench.turns import SENTENCES, say
 from tests.support.http_server import Start
-from tests.support.realtime import Session, session
+from tests.support.realtime import PCM_S, Session, pcm, session, silence
 
 pytestmark = pytest.mark.voice
 
-PCM_S = 48_000
-"""Bytes of a second of PCM16."""
 TEXT: Any = {"output_modalities": ["text"]}
 LONG = "word " * 100
 """The answer to this lasts 30 s."""
@@ -29,21 +27,6 @@ TURN = [
     "conversation.item.added",
     "conversation.item.done",
 ]
-
-
-def pcm(sound: Sound) -> bytes:
-    """PCM16 at 24 kHz of a sound at 16 kHz."""
-    return bytes((soxr.resample(sound, 16_000, 24_000).clip(-1, 1) * 32767).astype("<i2").tobytes())
-
-
-def silence(seconds: float) -> bytes:
-    return bytes(2 * round(24_000 * seconds))
-
-
-def hear(talk: Session, sound: bytes, size: int = PCM_S // 2 + 1) -> None:
-    """Send sound of the user. Frames are cut."""
-    for at in range(0, len(sound), size):
-        talk.send("input_audio_buffer.append", audio=base64.b64encode(sound[at : at + size]).decode())
 
 
 def detect(talk: Session, detection: dict[str, Any] | None, **audio: Any) -> dict[str, Any]:
@@ -62,9 +45,16 @@ def answer(talk: Session) -> str:
     return identifier
 
 
+def recorded_ms(talk: Session, item_id: str) -> float:
+    """Return the duration of an item's recording."""
+    talk.send("conversation.item.retrieve", item_id=item_id)
+    [part] = talk.until("conversation.item.retrieved")[-1]["item"]["content"]
+    return len(base64.b64decode(part["audio"])) * 1000 / PCM_S
+
+
 def test_a_session_finds_a_turn_and_answers_it(talk: Session) -> None:
     speech = say(SENTENCES[0])
-    hear(talk, silence(1) + pcm(speech) + silence(1))
+    talk.hear(silence(1) + pcm(speech) + silence(1))
     events = talk.until("response.done")
     assert [event["type"] for event in events[:6]] == [*TURN, "response.created"]
     started, stopped, committed, added = events[:4]
@@ -73,15 +63,13 @@ def test_a_session_finds_a_turn_and_answers_it(talk: Session) -> None:
     assert 1000 - 300 - 32 <= started["audio_start_ms"] <= 1000
     assert end_ms + 400 <= stopped["audio_end_ms"] <= end_ms + 600
     assert events[-1]["response"]["status"] == "completed"
-    talk.send("conversation.item.retrieve", item_id=committed["item_id"])
-    [part] = talk.until("conversation.item.retrieved")[-1]["item"]["content"]
     duration_ms = stopped["audio_end_ms"] - started["audio_start_ms"]
-    assert abs(len(base64.b64decode(part["audio"])) * 1000 / PCM_S - duration_ms) <= 2
+    assert recorded_ms(talk, committed["item_id"]) == pytest.approx(duration_ms, abs=2)
 
 
 def test_two_turns_in_one_event_are_two_items(talk: Session) -> None:
     detect(talk, {"type": "server_vad", "create_response": False})
-    hear(talk, 2 * (silence(1) + pcm(say(SENTENCES[0])) + silence(1)), size=20 * PCM_S)
+    talk.hear(2 * (silence(1) + pcm(say(SENTENCES[0])) + silence(1)), size=20 * PCM_S)
     events = [event for _ in range(2) for event in talk.until("conversation.item.done")]
     assert [event["type"] for event in events] == TURN * 2
     assert events[2]["item_id"] == events[7]["previous_item_id"]
@@ -90,7 +78,7 @@ def test_two_turns_in_one_event_are_two_items(talk: Session) -> None:
 
 def test_speech_cuts_the_answer_and_keeps_what_was_heard(talk: Session) -> None:
     item_id = answer(talk)
-    hear(talk, pcm(say(SENTENCES[0])))
+    talk.hear(pcm(say(SENTENCES[0])))
     talk.until("input_audio_buffer.speech_started")
     done = talk.until("response.done")[-1]["response"]
     assert (done["status"], done["status_details"]["reason"]) == ("cancelled", "turn_detected")
@@ -100,14 +88,14 @@ def test_speech_cuts_the_answer_and_keeps_what_was_heard(talk: Session) -> None:
     [part] = talk.until("conversation.item.retrieved")[-1]["item"]["content"]
     assert LONG.startswith(part["transcript"])
     assert len(part["transcript"].split()) <= truncated["audio_end_ms"] / 100 + 1  # each word takes 0.1 s
-    hear(talk, silence(1))
+    talk.hear(silence(1))
     assert talk.until("response.done")[-1]["response"]["status"] == "completed"
 
 
 def test_speech_cuts_nothing_if_it_may_not(talk: Session) -> None:
     detect(talk, {"type": "server_vad", "interrupt_response": False})
     answer(talk)
-    hear(talk, pcm(say(SENTENCES[0])) + silence(1))
+    talk.hear(pcm(say(SENTENCES[0])) + silence(1))
     assert "response.done" not in [event["type"] for event in talk.until("input_audio_buffer.committed")]
     talk.send("response.cancel")
     done = talk.until("response.done")[-1]["response"]
@@ -119,8 +107,8 @@ def test_an_answer_goes_on_through_a_backchannel(talk: Session) -> None:
     talk.send("session.update", session={"type": "realtime", "audio": {"input": {"turn_detection": settings}}})
     assert talk.websocket.recv(60)  # the client's types do not know this extension
     item_id = answer(talk)
-    hear(talk, silence(0.5) + pcm(say("Yeah.")) + silence(1))
-    hear(talk, pcm(say(SENTENCES[-1])))
+    talk.hear(silence(0.5) + pcm(say("Yeah.")) + silence(1))
+    talk.hear(pcm(say(SENTENCES[-1])))
     events = talk.until("conversation.item.truncated")
     starts = [event for event in events if event["type"] == "input_audio_buffer.speech_started"]
     assert len(starts) == 1
@@ -133,7 +121,7 @@ def test_a_user_who_says_nothing_is_answered(talk: Session) -> None:
     detect(talk, {"type": "server_vad", "idle_timeout_ms": 5000})
     talk.ask("hello")
     talk.respond()
-    hear(talk, silence(9))
+    talk.hear(silence(9))
     events = talk.until("response.done")
     assert [event["type"] for event in events[:2]] == [
         "input_audio_buffer.timeout_triggered",
@@ -143,23 +131,77 @@ def test_a_user_who_says_nothing_is_answered(talk: Session) -> None:
     assert 5000 <= waited_ms <= 5000 + 32
 
 
+def test_a_user_is_not_asked_to_go_on_while_an_answer_is_in_progress(talk: Session) -> None:
+    detect(talk, {"type": "server_vad", "idle_timeout_ms": 5000})
+    talk.ask("hello")
+    talk.respond()
+    item_id = answer(talk)
+    talk.hear(silence(9))
+    talk.send("conversation.item.retrieve", item_id=item_id)
+    events = talk.until("conversation.item.retrieved")
+    assert "input_audio_buffer.timeout_triggered" not in [event["type"] for event in events]
+    talk.send("response.cancel")
+    talk.until("response.done")
+    talk.hear(silence(9))
+    talk.until("input_audio_buffer.timeout_triggered")
+
+
+def test_speech_in_progress_keeps_its_begin_when_the_detection_changes(talk: Session) -> None:
+    detect(talk, {"type": "server_vad", "create_response": False})
+    speech = pcm(say(SENTENCES[0]))
+    half = len(speech) // 4 * 2
+    talk.hear(silence(1) + speech[:half])
+    started = talk.until("input_audio_buffer.speech_started")[-1]
+    detect(talk, {"type": "server_vad", "create_response": False, "silence_duration_ms": 300})
+    talk.hear(speech[half:] + silence(1))
+    stopped, committed, *_ = talk.until("conversation.item.done")
+    assert stopped["type"] == "input_audio_buffer.speech_stopped"
+    assert started["item_id"] == stopped["item_id"] == committed["item_id"]
+    end_ms = 1000 + len(speech) * 1000 / PCM_S
+    assert end_ms + 200 <= stopped["audio_end_ms"] <= end_ms + 400
+    assert recorded_ms(talk, committed["item_id"]) == pytest.approx(
+        stopped["audio_end_ms"] - started["audio_start_ms"], abs=2
+    )
+
+
+def test_speech_that_a_client_has_sent_before_the_detection_is_judged(talk: Session) -> None:
+    detect(talk, None)
+    talk.hear(silence(1) + pcm(say(SENTENCES[0])) + silence(1))
+    detect(talk, {"type": "server_vad", "create_response": False})
+    assert [event["type"] for event in talk.until("conversation.item.done")] == TURN
+
+
+def test_a_response_out_of_the_conversation_is_no_part_of_turn_taking(talk: Session) -> None:
+    question = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": LONG}]}
+    talk.send("response.create", response={"conversation": "none", "input": [question]})
+    apart = talk.until("response.output_audio.delta")[-1]["response_id"]
+    talk.hear(silence(1) + pcm(say(SENTENCES[0])) + silence(1))
+    events = talk.until("response.created")
+    assert events[-1]["response"]["id"] != apart
+    done = talk.until("response.done")[-1]["response"]
+    assert (done["id"] != apart, done["status"]) == (True, "completed")
+    talk.send("response.cancel", response_id=apart)
+    done = talk.until("response.done")[-1]["response"]
+    assert (done["id"], done["status_details"]["reason"]) == (apart, "client_cancelled")
+
+
 def test_a_client_may_take_or_drop_a_turn_in_progress(talk: Session) -> None:
     speech = pcm(say(SENTENCES[0]))
-    hear(talk, speech)
+    talk.hear(speech)
     started = talk.until("input_audio_buffer.speech_started")[-1]
     talk.send("input_audio_buffer.commit")
     assert talk.until("input_audio_buffer.committed")[-1]["item_id"] == started["item_id"]
-    hear(talk, silence(1) + speech)
+    talk.hear(silence(1) + speech)
     assert talk.until("input_audio_buffer.speech_started")[-1]["item_id"] != started["item_id"]
     talk.send("input_audio_buffer.clear")
     assert talk.until("input_audio_buffer.cleared")
-    hear(talk, silence(1))
+    talk.hear(silence(1))
     assert talk.error("response.cancel")["code"] == "response_cancel_not_active"  # there was no turn
 
 
 def test_a_turn_that_fills_the_buffer_ends(talk: Session) -> None:
     detect(talk, {"type": "server_vad", "silence_duration_ms": 60_000, "create_response": False})
-    hear(talk, pcm(np.tile(say(SENTENCES[5]), 50))[: 125 * PCM_S], size=2 * PCM_S)
+    talk.hear(pcm(np.tile(say(SENTENCES[5]), 50))[: 125 * PCM_S], size=2 * PCM_S)
     events = talk.until("conversation.item.done")
     assert [event["type"] for event in events] == TURN
     assert abs(events[1]["audio_end_ms"] - 120_000) <= 2100
@@ -169,15 +211,20 @@ def test_a_turn_that_the_conversation_refuses_is_dropped(start: Start) -> None:
     with start("--session-items", "2") as server, session(server) as talk:
         talk.send("session.update", session={"truncation": "disabled"})
         talk.until("session.updated")
-        talk.ask("one")
+        one = talk.ask("one")
         talk.ask("two")
         speech = pcm(say(SENTENCES[0]))
-        hear(talk, 2 * (silence(1) + speech + silence(1)), size=20 * PCM_S)
+        talk.hear(2 * (silence(1) + speech + silence(1)), size=20 * PCM_S)
         for _ in range(2):
             events = talk.until("error")
             assert [event["type"] for event in events] == [*TURN[:2], "error"]
             assert events[-1]["error"]["code"] == "conversation_full"
+        talk.hear(speech[: len(speech) // 4 * 2])
+        started = talk.until("input_audio_buffer.speech_started")[-1]
         assert talk.error("input_audio_buffer.commit")["code"] == "conversation_full"
+        talk.send("conversation.item.delete", item_id=one["id"])
+        talk.hear(speech[len(speech) // 4 * 2 :] + silence(1))
+        assert talk.until("input_audio_buffer.committed")[-1]["item_id"] == started["item_id"], "it was not forgotten"
 
 
 def test_telephone_speech_is_found(talk: Session) -> None:
@@ -185,7 +232,7 @@ def test_telephone_speech_is_found(talk: Session) -> None:
     file = io.BytesIO()
     sound = np.concatenate([np.zeros(16_000, np.float32), say(SENTENCES[0]), np.zeros(16_000, np.float32)])
     soundfile.write(file, soxr.resample(sound, 16_000, 8000), 8000, format="RAW", subtype="ULAW")
-    hear(talk, file.getvalue(), size=1000)
+    talk.hear(file.getvalue(), size=1000)
     assert [event["type"] for event in talk.until("conversation.item.done")] == TURN
 
 
@@ -193,7 +240,7 @@ def test_semantic_detection_finds_a_turn(talk: Session) -> None:
     shown = detect(talk, {"type": "semantic_vad", "eagerness": "high", "create_response": False})
     assert shown["eagerness"] == "high"
     speech = say(SENTENCES[0])
-    hear(talk, silence(1) + pcm(speech) + silence(1))
+    talk.hear(silence(1) + pcm(speech) + silence(1))
     events = talk.until("conversation.item.done")
     assert [event["type"] for event in events] == TURN
     assert events[1]["audio_end_ms"] <= 1000 + len(speech) / 16 + 400
@@ -211,5 +258,5 @@ def test_semantic_detection_finds_a_turn(talk: Session) -> None:
 def test_wrong_settings_are_refused_and_change_nothing(talk: Session, detection: dict[str, Any], param: str) -> None:
     error = talk.error("session.update", session={"audio": {"input": {"turn_detection": detection}}})
     assert error["param"].startswith(param)
-    hear(talk, pcm(say(SENTENCES[0])) + silence(1))
+    talk.hear(pcm(say(SENTENCES[0])) + silence(1))
     assert talk.until("input_audio_buffer.committed")

@@ -14,8 +14,11 @@ import pytest
 import soundfile
 import soxr
 
+from omni_actors.serve.media.audio import pcm16
+from omni_actors.serve.realtime.config import PCM
+from omni_actors.serve.realtime.sound import decode
 from tests.support.http_server import Api, Start
-from tests.support.realtime import check_event, session
+from tests.support.realtime import check_event, parts, session
 
 pytestmark = [
     pytest.mark.voice,
@@ -32,7 +35,7 @@ def question(voice: Api) -> np.ndarray[Any, np.dtype[np.float32]]:
     """The question, spoken by the pipeline's own voice: float32 at 24 kHz."""
     with voice.openai() as client:
         data = client.audio.speech.create(model="voice", voice="any", input=QUESTION, response_format="pcm").content
-    return np.frombuffer(data, "<i2").astype(np.float32) / 32768
+    return decode(data, PCM())
 
 
 def with_noise(samples: np.ndarray[Any, Any], db: float | None) -> bytes:
@@ -40,13 +43,13 @@ def with_noise(samples: np.ndarray[Any, Any], db: float | None) -> bytes:
     if db is not None:
         noise = np.random.default_rng(7).standard_normal(len(samples))
         samples = samples + noise * np.sqrt(np.mean(samples**2)) * 10 ** (-db / 20)
-    return (samples.clip(-1, 1) * 32767).astype("<i2").tobytes()
+    return pcm16(samples).tobytes()
 
 
 def ask(connection: Any, sound: bytes) -> tuple[str, bytes, dict[str, Any]]:
     """Ask a spoken question; return the words and the sound of the answer, and the last event."""
-    for at in range(0, len(sound), 4800):
-        connection.input_audio_buffer.append(audio=base64.b64encode(sound[at : at + 4800]).decode())
+    for audio in parts(sound, 4800):
+        connection.input_audio_buffer.append(audio=audio)
     connection.input_audio_buffer.commit()
     connection.response.create()
     answer, words = b"", ""

@@ -6,13 +6,11 @@ import base64
 import re
 from typing import Any
 
-import numpy as np
 import pytest
-import soxr
 
-from bench.turns import RATE, converse, say
+from bench.turns import converse, say
 from tests.support.http_server import Api
-from tests.support.realtime import check_event
+from tests.support.realtime import check_event, parts, pcm
 
 pytestmark = [
     pytest.mark.voice,
@@ -25,14 +23,9 @@ QUESTION = "What is the capital of France?"
 SEMANTIC: Any = {"type": "semantic_vad"}
 
 
-def pcm(sound: np.ndarray[Any, Any]) -> bytes:
-    """PCM16 at 24 kHz of a sound at 16 kHz."""
-    return bytes((soxr.resample(sound, RATE, 24_000).clip(-1, 1) * 32767).astype("<i2").tobytes())
-
-
 def hear(connection: Any, sound: bytes) -> None:
-    for at in range(0, len(sound), 960):
-        connection.input_audio_buffer.append(audio=base64.b64encode(sound[at : at + 960]).decode())
+    for audio in parts(sound, 960):
+        connection.input_audio_buffer.append(audio=audio)
 
 
 def until(connection: Any, type: str) -> list[Any]:
