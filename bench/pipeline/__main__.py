@@ -20,6 +20,7 @@ from bench.pipeline.peers import MpQueues, RayActors, ZmqMsgpack
 
 CONTENDERS: tuple[Contender, ...] = (Ours(), RingsOnly(), MpQueues(), ZmqMsgpack(), RayActors())
 REFERENCE = MpQueues.name
+PEERS = frozenset({MpQueues.name, ZmqMsgpack.name, RayActors.name})
 IN_FLIGHT, SIZES = (1, 64, 1_000, 10_000), (1024, 1024 * 1024)
 MOST_BYTES = 2 * 1024**3
 """Loads with more bytes in flight are left out: each process of a peer may hold all of them."""
@@ -80,7 +81,11 @@ def main(
         run(figures, wanted, cells, QUICK if quick else Plan())
     for size in payloads:
         console.print(report.table(figures, size, [each.name for each in wanted], in_flight, REFERENCE))
-    found = [] if quick else list(report.bounds(figures, payloads, in_flight, ours=Ours.name, reference=REFERENCE))
+    found = (
+        []
+        if quick
+        else list(report.bounds(figures, payloads, in_flight, ours=Ours.name, peers=PEERS, reference=REFERENCE))
+    )
     if found:
         show_bounds(console, found)
     if json_file is not None:

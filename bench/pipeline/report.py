@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -89,8 +89,10 @@ def table(figures: Figures, size: int, names: list[str], in_flight: list[int], r
     return drawn
 
 
-def bounds(figures: Figures, sizes: list[int], in_flight: list[int], *, ours: str, reference: str) -> Iterator[Bound]:
-    """Yield the bounds whose loads were measured."""
+def bounds(
+    figures: Figures, sizes: list[int], in_flight: list[int], *, ours: str, peers: Collection[str], reference: str
+) -> Iterator[Bound]:
+    """Yield the bounds whose loads were measured. peers: the contenders that are not ours; ``reference`` is one."""
     small = min(sizes)
     alone, base = figures.median(ours, Cell(ALONE, small)), figures.median(reference, Cell(ALONE, small))
     busy, full = figures.median(ours, Cell(BUSY, small)), figures.median(ours, Cell(FULL, small))
@@ -106,7 +108,7 @@ def bounds(figures: Figures, sizes: list[int], in_flight: list[int], *, ours: st
         yield Bound("time per request, 10,000 in flight / 64", ratio, "0.87 to 1.15", 1 / FLAT <= ratio <= FLAT)
     for cell in (Cell(count, size) for size in sizes if size >= LARGE for count in in_flight):
         medians = figures.medians(cell)
-        others = [sample.per_s for name, sample in medians.items() if name != ours]
+        others = [sample.per_s for name, sample in medians.items() if name in peers]
         if ours in medians and others:
             ratio = medians[ours].per_s / max(others)
             yield Bound(f"rate / best peer, {cell.in_flight:,} in flight, 1 MiB", ratio, ">= 1", ratio >= 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.calls import CALLS, FROZEN_CALLS, PARENTS, TIMED_OUT, checks
+from bench.calls import CALLS, FROZEN_CALLS, PARENTS, RATES, TIMED_OUT, checks
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--only", "qwen3_omni", "--rounds", "1", "--window-s", "0.5")
@@ -31,12 +31,12 @@ def test_a_quick_run_asks_in_time_and_only_the_stopped_stage_times_out(tmp_path:
 def test_each_bound_is_checked() -> None:
     row = {
         "answers_s": {name: [0.001] * 98 + [0.06] * 2 for name in PARENTS},
-        "ratio": 0.9,
-        "outputs_a_second": [(100.0, 90.0)],
+        "outputs_a_second": {RATES[0]: [(100.0, 90.0)]},
         "frozen": {"stage": "b", "others_s": 0.9, "replies": {"a": {TIMED_OUT: 1}, "b": {TIMED_OUT: FROZEN_CALLS}}},
     }
     assert not any(met for *_, met in checks("x", row))
-    row |= {"answers_s": {name: [0.001] for name in PARENTS}, "ratio": 0.98}
+    rates = {calls: [(100.0, 98.0 if calls == RATES[0] else 90.0)] for calls in RATES}
+    row |= {"answers_s": {name: [0.001] for name in PARENTS}, "outputs_a_second": rates}
     row["frozen"] = {
         "stage": "b",
         "others_s": 0.1,

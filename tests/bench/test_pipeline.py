@@ -66,26 +66,27 @@ def test_a_contender_that_cannot_run_is_named_with_the_reason() -> None:
         assert measure(Broken(error), Cell(1, 8), Plan()) == Failure(reason)
 
 
+def sample(p50_s: float, per_s: float) -> Sample:
+    return Sample(p50_s=p50_s, p99_s=1.0, per_s=per_s, parent_cpu_s=0.0, cpu_s=0.0, idle_cpu=0.0)
+
+
+def judged(figures: Figures, size: int, in_flight: list[int]) -> list[bool]:
+    found = bounds(figures, [size], in_flight, ours="ours", peers={"queue"}, reference="queue")
+    return [bound.met for bound in found]
+
+
 def test_the_bounds_are_judged_by_the_medians() -> None:
     figures = Figures()
     for p50_s in (0.001, 0.0011, 5.0):
-        figures.add(
-            "ours",
-            Cell(1, 1024),
-            Sample(p50_s=p50_s, p99_s=1.0, per_s=900.0, parent_cpu_s=0.0, cpu_s=0.0, idle_cpu=0.0),
-        )
-    figures.add(
-        "queue", Cell(1, 1024), Sample(p50_s=0.0003, p99_s=1.0, per_s=3000.0, parent_cpu_s=0.0, cpu_s=0.0, idle_cpu=0.0)
-    )
-    figures.add(
-        "ours", Cell(64, 1024), Sample(p50_s=0.1, p99_s=1.0, per_s=5000.0, parent_cpu_s=0.0, cpu_s=0.0, idle_cpu=0.0)
-    )
-    figures.add(
-        "ours",
-        Cell(10_000, 1024),
-        Sample(p50_s=0.1, p99_s=1.0, per_s=2500.0, parent_cpu_s=0.0, cpu_s=0.0, idle_cpu=0.0),
-    )
-    found = {
-        bound.name: bound.met for bound in bounds(figures, [1024], [1, 64, 10_000], ours="ours", reference="queue")
-    }
-    assert list(found.values()) == [True, False, True, False]
+        figures.add("ours", Cell(1, 1024), sample(p50_s, 900.0))
+    figures.add("queue", Cell(1, 1024), sample(0.0003, 3000.0))
+    figures.add("ours", Cell(64, 1024), sample(0.1, 5000.0))
+    figures.add("ours", Cell(10_000, 1024), sample(0.1, 2500.0))
+    assert judged(figures, 1024, [1, 64, 10_000]) == [True, False, True, False]
+
+
+def test_the_rings_alone_are_no_peer() -> None:
+    figures = Figures()
+    for name, per_s in (("ours", 200.0), ("our rings and trio alone", 900.0), ("queue", 100.0)):
+        figures.add(name, Cell(64, 1024**2), sample(0.001, per_s))
+    assert judged(figures, 1024**2, [64])[-1]
