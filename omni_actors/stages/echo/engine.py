@@ -107,7 +107,8 @@ class _Pending(msgspec.Struct):
 
 
 class _Request:
-    def __init__(self, sources: tuple[str, ...], mark: str) -> None:
+    def __init__(self, request_id: base.RequestId, sources: tuple[str, ...], mark: str) -> None:
+        self.request_id = request_id
         self.mark = mark
         """What the request's adapter adds to each text."""
         self._turns = deque(sources)
@@ -153,6 +154,8 @@ class EchoEngine(PausableEngine[_Request]):
         super().__init__()
         self._stage = context.stage
         self._options = msgspec.convert(context.options, EchoOptions)
+        self._may_be_ready: set[base.RequestId] = set()
+        """All ready requests, and some others. So a step costs nothing for requests that wait for input."""
         self._marks: dict[Adapter, str] = {}
         """What each adapter that requests may name adds to a text."""
         self._capabilities |= {LOAD: self._load_adapter, KEEP: self._keep_adapters}
@@ -163,9 +166,10 @@ class EchoEngine(PausableEngine[_Request]):
 
     def _new_request(self, request: base.StageRequest) -> _Request:
         adapter = files.named(validated(request.params, EchoParams).lora)
-        record = _Request(request.sources, "" if adapter is None else self._mark(adapter))
+        record = _Request(request.request_id, request.sources, "" if adapter is None else self._mark(adapter))
         if request.checkpoint is not None:
             record.steps = _steps_of(request.checkpoint)
+        self._may_be_ready.add(request.request_id)
         return record
 
     def _take(self, request: _Request, chunk: base.Chunk) -> None:
@@ -173,11 +177,27 @@ class EchoEngine(PausableEngine[_Request]):
         if pending.failures.raises == "feed":
             raise RuntimeError("the chunk asked for a crash in feed")
         request.add(chunk, pending)
+        self._may_be_ready.add(request.request_id)
+
+    def _is_ready(self, request_id: base.RequestId) -> bool:
+        return request_id in self._requests and self._requests[request_id].ready
+
+    @property
+    def busy(self) -> bool:
+        return any(map(self._is_ready, self._may_be_ready))
+
+    def resume(self, request_id: base.RequestId) -> None:
+        super().resume(request_id)
+        self._may_be_ready.add(request_id)
+
+    def abort(self, request_id: base.RequestId) -> None:
+        super().abort(request_id)
+        self._may_be_ready.discard(request_id)
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure | base.StageCheckpoint]:
-        ready = [request_id for request_id, request in self._requests.items() if request.ready]
+        self._may_be_ready = set(filter(self._is_ready, self._may_be_ready))
         self._spend_step()
-        for request_id in ready:
+        for request_id in sorted(self._may_be_ready):
             request = self._requests[request_id]
             needed = self._options.steps * (request.seq + 1)
             if request.steps < needed:
