@@ -3,6 +3,7 @@
 OmniError
 ├── ConfigError           a pipeline that cannot work; raised before any process is started
 ├── NoPlace               no node of the cluster can run a worker
+├── ClusterUnavailable    nodes of a cluster could not be used
 ├── StartTimedOut         the stages of a system did not load in time
 ├── SystemClosed          a call to a system that is closed
 ├── RequestError          a request ended without completing
@@ -71,6 +72,14 @@ class NoPlace(OmniError):
             nodes.setdefault(reason, []).append(node)
         why = "; ".join(f"{_some(names)}: {reason}" for reason, names in nodes.items())
         super().__init__(f"no node can run {stage}.{replica}: {why or 'there are no nodes'}")
+
+
+class ClusterUnavailable(OmniError):
+    """No agent could be started on some nodes of a cluster. nodes: the reason for each of these."""
+
+    def __init__(self, nodes: Mapping[str, str]) -> None:
+        self.nodes = dict(nodes)
+        super().__init__("; ".join(f"node {node!r} cannot be used: {why}" for node, why in self.nodes.items()))
 
 
 class StartTimedOut(OmniError):

@@ -77,7 +77,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.cluster": {
         *("omni_actors.errors", "omni_actors.config", "omni_actors.protocol", "omni_actors.protocol.messages"),
-        *("omni_actors.supervisor", "omni_actors.log_events", "ringbuf"),
+        *("omni_actors.platform", "omni_actors.supervisor", "omni_actors.log_events", "ringbuf"),
     },
     "omni_actors.orchestrator": {
         *("omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", "omni_actors.transitions"),

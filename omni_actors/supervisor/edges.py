@@ -18,8 +18,8 @@ from typing import TypeAlias
 import trio
 
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, ControlMessage
-from omni_actors.supervisor.process import Spawner
-from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, Ring, RingClosed, RingCorrupted, RingStatistics
+from omni_actors.supervisor.process import EdgeRing, Spawner
+from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, RingClosed, RingCorrupted, RingStatistics
 
 Post: TypeAlias = Callable[[ControlMessage, Sequence[int]], None]
 Kill: TypeAlias = Callable[[str], None]
@@ -84,6 +84,16 @@ async def receive_frames(consumer: Consumer) -> AsyncGenerator[Frame, None]:
             await trio.lowlevel.wait_readable(consumer.fileno())
 
 
+def close_end(ring: EdgeRing, *, producer: bool) -> None:
+    """Take over the end of a dead worker, so that ``ring.close`` closes it too."""
+    # The worker closed its end itself, or is still alive. The peer that reads a corrupted ring reports it.
+    with suppress(AlreadyClaimed, RingClosed, RingCorrupted):
+        if producer:
+            ring.claim_producer()
+        else:
+            ring.claim_consumer()
+
+
 class Edges:
     """Keeps one ring per pair of live replicas that an edge joins.
 
@@ -93,7 +103,7 @@ class Edges:
     def __init__(self, specs: Sequence[EdgeSpec], spawner: Spawner) -> None:
         self._specs, self._spawner = tuple(specs), spawner
         self._posts: dict[Address, Post] = {}
-        self._rings: dict[tuple[Address, Address], Ring] = {}
+        self._rings: dict[tuple[Address, Address], EdgeRing] = {}
         self._generation = 0
         self.inputs: dict[Address, InputEdge] = {}
         """The client's edge into each live replica that takes input from it."""
@@ -129,12 +139,7 @@ class Edges:
             client_end.close()
         for pair in [pair for pair in self._rings if address in pair]:
             ring = self._rings.pop(pair)
-            # The worker closed its end itself, or is still alive. The peer that reads a corrupted ring reports it.
-            with suppress(AlreadyClaimed, RingClosed, RingCorrupted):
-                if address == pair[0]:
-                    ring.claim_producer()
-                else:
-                    ring.claim_consumer()
+            close_end(ring, producer=address == pair[0])
             ring.close()
 
     def statistics(self) -> dict[tuple[Address, Address], RingStatistics]:

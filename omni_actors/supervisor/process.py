@@ -29,9 +29,10 @@ from multiprocess import context, popen_spawn_posix, reduction, spawn, util
 from omni_actors.errors import OmniError, WorkerExit
 from omni_actors.platform.death_mutex import DeathMutex, exit_of_dying
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
-from omni_actors.protocol.messages import Address
+from omni_actors.protocol.messages import Address, ControlMessage
+from omni_actors.protocol.packets import Envelope
 from omni_actors.worker.main import STOP_SIGNALS, worker_main
-from ringbuf import Ring
+from ringbuf import Consumer, Producer, Ring, RingStatistics
 
 STDERR_TAIL_LINES = 40
 LONGEST_LINE = 4096
@@ -45,10 +46,38 @@ class SpawnFailed(OmniError):
     """No process could be started, or there are no descriptors for one; ``__cause__`` is the system's error."""
 
 
+class WorkerMailbox(Protocol):
+    """The supervisor's end of a worker's control connection: ``protocol.mailbox.Mailbox``, or one like it."""
+
+    fault: str | None
+    """Why reading has ended although the worker may be alive. The supervisor kills it for this reason."""
+
+    @property
+    def incoming(self) -> trio.MemoryReceiveChannel[Envelope]: ...
+    @property
+    def congested(self) -> bool: ...
+    def post(self, message: ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None: ...
+    def unread(self) -> Iterator[Envelope]: ...
+
+
+class EdgeRing(Protocol):
+    """The memory of an edge between two replicas as the supervisor uses it: ``ringbuf.Ring``, or one like it.
+
+    Claiming an end raises RingClosed if the end is on another node. The spawner then closes it, with ``close``.
+    """
+
+    @property
+    def fds(self) -> Sequence[int]: ...
+    def claim_producer(self) -> Producer: ...
+    def claim_consumer(self) -> Consumer: ...
+    def statistics(self) -> RingStatistics: ...
+    def close(self) -> None: ...
+
+
 class Worker(ABC):
     """A running worker, wherever it runs."""
 
-    def __init__(self, pid: int, mailbox: Mailbox) -> None:
+    def __init__(self, pid: int, mailbox: WorkerMailbox) -> None:
         self.pid, self.mailbox = pid, mailbox
         self._exit: WorkerExit | None = None
         self._ending, self._dead = trio.Event(), trio.Event()
@@ -91,7 +120,7 @@ class Spawner(Protocol):
         """
         ...
 
-    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         """Return a ring of ``capacity`` bytes between two workers, or a worker and the client. Raises OSError."""
         ...
 

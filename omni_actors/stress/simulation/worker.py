@@ -19,13 +19,13 @@ import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import trio
 
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
-from omni_actors.protocol.mailbox import Mailbox, MailboxFull, available
+from omni_actors.protocol.mailbox import MailboxFull, available
 from omni_actors.protocol.packets import Envelope, close_all
 from omni_actors.stages.base import StageCheckpoint, StageContext, StageEngine, StageFailure, StageOutput
 from omni_actors.supervisor.process import Worker
@@ -76,11 +76,11 @@ class SimulatedWorker(Worker):
     def __init__(
         self, address: messages.Address, pid: int, behavior: WorkerBehavior, mailbox_capacity: int, note: Note
     ) -> None:
-        super().__init__(pid, cast(Mailbox, self))
+        super().__init__(pid, self)
         self.on_start: Callable[[messages.Address], None] = lambda address: None
         """Called with its address when a request is about to start in it."""
         self.address, self.behavior, self._note = address, behavior, note
-        self.fault = None
+        self.fault: str | None = None
         self._inbox_send, self._inbox = trio.open_memory_channel[_Posted](mailbox_capacity)
         self._reports, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self._capacity = mailbox_capacity

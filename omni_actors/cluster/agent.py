@@ -1,0 +1,260 @@
+"""The agent: the process of a node that starts, watches and kills the workers there, for a parent on another node.
+
+    parent ── control connection ──► agent ── control sockets ──► workers
+                                     pump  ◄── links ──► pumps of other nodes
+
+Rules
+1. The agent starts workers with ``LocalSpawner``, as a parent does on its own node. Workers do not know of nodes.
+2. Whatever ends the agent ends its workers: they ask the kernel for it (PDEATHSIG).
+3. The kernel kills the agent when its lease ends (``kill_timer``). So the workers of a node that cannot reach the
+   parent end in time, also when the agent hangs or is stopped.
+4. The agent ends when its control connection does. It decides nothing: restarts are the parent's.
+5. Checkpoints in memory do not leave the node: their descriptors are closed here, and a restarted worker goes on from
+   the journal, or starts over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Annotated, Final
+
+import msgspec
+import trio
+
+from omni_actors.cluster import control
+from omni_actors.cluster.agent_rings import AgentRings
+from omni_actors.cluster.connection import HANDSHAKE_S, Connection, ConnectionLost, shake_hands
+from omni_actors.cluster.handshake import Connector, HandshakeFailed
+from omni_actors.cluster.lease import RENEWALS, HeldLease
+from omni_actors.cluster.pump import Pump
+from omni_actors.platform.kill_timer import KillTimer, now
+from omni_actors.protocol import messages
+from omni_actors.protocol.mailbox import MailboxFull
+from omni_actors.protocol.packets import close_all
+from omni_actors.supervisor.process import LocalSpawner, SpawnFailed, Worker
+
+ROLE: Final = "control"
+LOG_LINES: Final = 1000
+"""Lines of the workers' stderr are dropped while so many messages wait to be sent."""
+
+
+class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent is started with.
+
+    Attributes:
+        number: Its number, by which the parent recognises it.
+        parent: Host and port at which the parent accepts control connections.
+        host: The node's own IP address, at which the agent accepts links. None: that of its control connection.
+        secret: What both sides prove to know.
+        lease_s: The length of its lease, in seconds.
+    """
+
+    number: int
+    parent: tuple[str, int]
+    secret: bytes
+    lease_s: Annotated[float, msgspec.Meta(gt=0)]
+    host: str | None = None
+
+
+class AgentFailed(Exception):
+    """The agent could not reach the parent, or was refused."""
+
+
+async def run_agent(settings: AgentSettings) -> None:
+    """Run an agent until its control connection ends. Called in the main thread.
+
+    Cancelling it kills its workers. Raises AgentFailed, OSError (no descriptors).
+    """
+    timer = KillTimer()
+    timer.kill_at(now() + HANDSHAKE_S + settings.lease_s)
+    try:
+        stream = await _connect(settings)
+        async with stream:
+            connector = Connector(settings.secret, ROLE, settings.number)
+            try:
+                await shake_hands(stream, connector)
+            except (HandshakeFailed, trio.BrokenResourceError) as error:
+                raise AgentFailed(str(error)) from error
+            connection = Connection(stream, connector.keys(), control.TO_AGENT)
+            await _Agent(settings, connection, timer).run(settings.host or stream.socket.getsockname()[0])
+    finally:
+        timer.close()
+
+
+async def _connect(settings: AgentSettings) -> trio.SocketStream:
+    try:
+        with trio.fail_after(HANDSHAKE_S):
+            return await trio.open_tcp_stream(*settings.parent, local_address=settings.host)
+    except (OSError, trio.TooSlowError) as error:
+        raise AgentFailed(f"no connection to the parent at {settings.parent}: {error}") from error
+
+
+class _Agent:
+    def __init__(self, settings: AgentSettings, connection: Connection[control.ToAgent], timer: KillTimer) -> None:
+        self._settings, self._connection, self._timer = settings, connection, timer
+        self._lease = HeldLease(settings.lease_s)
+        self._spawner = LocalSpawner()
+        self._workers: dict[int, Worker] = {}
+        self._rings: AgentRings
+        self._ended = trio.CancelScope()
+
+    async def run(self, host: str) -> None:
+        token = trio.lowlevel.current_trio_token()
+
+        def on_lost(generation: int, why: str) -> None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._connection.post, control.LinkLost(generation, why))
+
+        pump = Pump(self._settings.secret, host, on_lost)
+        self._rings = AgentRings(pump)
+        log = _Log(self._connection)
+        try:
+            self._connection.post(control.Hello(os.getpid(), pump.address, len(os.sched_getaffinity(0))))
+            with self._ended:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write)
+                    nursery.start_soon(self._renew)
+                    await self._obey(nursery)
+        finally:
+            log.close()
+            self._rings.close_all()
+            pump.stop()
+
+    async def _write(self) -> None:
+        with suppress(ConnectionLost):
+            await self._connection.write()
+        self._ended.cancel()
+
+    async def _renew(self) -> None:
+        """Ask for renewals until cancelled. The kernel enforces the end of the lease."""
+        while True:
+            self._connection.post(control.Renew(now()))
+            self._connection.post(control.Statistics(self._rings.statistics()))
+            await trio.sleep(self._lease.lease_s / RENEWALS)
+
+    async def _obey(self, nursery: trio.Nursery) -> None:
+        """Do what the parent says until the connection ends."""
+        try:
+            async with aclosing(self._connection.read()) as orders:
+                async for order in orders:
+                    await self._do(order, nursery)
+        except ConnectionLost:
+            pass  # the parent has ended, has given this agent up, or cannot be reached
+        except control.ControlCorrupted as error:
+            print(f"the agent ends: {error}", file=sys.stderr, flush=True)
+        self._ended.cancel()
+
+    async def _do(self, order: control.ToAgent, nursery: trio.Nursery) -> None:
+        match order:
+            case control.Granted(asked_at):
+                if self._lease.granted(asked_at):
+                    self._timer.kill_at(self._lease.ends_at)
+            case control.Spawn():
+                await nursery.start(self._run_worker, order)  # before its first message is handled
+            case control.Kill(number):
+                if (worker := self._workers.get(number)) is not None:
+                    worker.kill()
+            case control.ToWorker(number, packet):
+                if (worker := self._workers.get(number)) is not None:
+                    self._deliver(number, worker, packet, wakes=order.wakes)
+            case control.MakeRing():
+                self._rings.make(order)
+            case control.CloseRing():
+                self._rings.close(order)
+
+    def _deliver(self, number: int, worker: Worker, packet: bytes, *, wakes: bool) -> None:
+        """Pass a packet on to a worker, with descriptors of the rings that it names."""
+        try:
+            for message in messages.unpack(packet):
+                fds = self._rings.fds(message.generation) if isinstance(message, messages.Connect) else ()
+                worker.mailbox.post(message, fds, wakes=wakes)
+        except MailboxFull as error:
+            self._connection.post(control.Unusable(number, str(error)))
+        except OSError as error:
+            self._connection.post(control.Unusable(number, f"no memory for its rings: {error}"))
+
+    async def _run_worker(self, order: control.Spawn, task_status: trio.TaskStatus[None]) -> None:
+        """Run a worker until nothing of it is left, and report what becomes of it."""
+        number, post = order.worker, self._connection.post
+        try:
+            async with self._spawner.spawn(
+                order.address, order.mailbox_capacity, environment=order.environment
+            ) as worker:
+                self._workers[number] = worker
+                post(control.Spawned(number, worker.pid))
+                task_status.started()
+                await self._forward(number, worker)
+                exit = await worker.wait_ending()
+                for message, fds in worker.mailbox.unread():
+                    self._forward_one(number, message, fds)
+                post(control.Ending(number, exit))
+                await worker.wait_dead()
+        except SpawnFailed as error:
+            post(control.NotSpawned(number, str(error)))
+            task_status.started()
+        else:
+            post(control.Dead(number))
+        finally:
+            self._workers.pop(number, None)
+
+    async def _forward(self, number: int, worker: Worker) -> None:
+        """Send to the parent what a worker sends, until the worker ends or sends what cannot be read."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_at_death, worker, nursery.cancel_scope)
+            async for message, fds in worker.mailbox.incoming:
+                self._forward_one(number, message, fds)
+                await self._connection.wait_room()
+            if worker.mailbox.fault is not None:
+                self._connection.post(control.Unusable(number, worker.mailbox.fault))
+
+    def _forward_one(self, number: int, message: messages.ControlMessage, fds: tuple[int, ...]) -> None:
+        close_all(fds)
+        if not isinstance(message, messages.CheckpointMemory):  # rule 5
+            self._connection.post(control.FromWorker(number, messages.pack([messages.encode(message)])))
+
+
+async def _cancel_at_death(worker: Worker, scope: trio.CancelScope) -> None:
+    await worker.wait_ending()
+    scope.cancel()
+
+
+class _Log(logging.Handler):
+    """Sends what the workers write to stderr to the parent, which logs it."""
+
+    def __init__(self, connection: Connection[control.ToAgent]) -> None:
+        super().__init__()
+        self._connection, self._logger = connection, logging.getLogger("omni_actors.worker")
+        self._before = self._logger.level, self._logger.propagate
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._connection.posted - self._connection.sent < LOG_LINES:
+            self._connection.post(control.LogLine(record.name, record.getMessage()))
+
+    def close(self) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._before[0])
+        self._logger.propagate = self._before[1]
+        super().close()
+
+
+def main() -> None:
+    """Run an agent as a process of its own. Its settings are a line of JSON on stdin, so that no list shows them."""
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=AgentSettings)
+    for stop_signal in (signal.SIGINT, signal.SIGTERM):  # which a terminal sends to all processes; the parent ends it
+        signal.signal(stop_signal, lambda *_: None)
+    try:
+        trio.run(partial(run_agent, settings))
+    except AgentFailed as error:
+        sys.exit(f"the agent failed: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""A ring with at least one end on another node, as the supervisor uses it.
+
+Rules
+1. If neither end is on the parent's node, the parent has no memory of it: it has no descriptors here, and its counters
+   are those that the agents report with their renewals.
+2. If one end is, the parent has that part of it, and its pump has the other end of this part.
+3. Claiming an end on another node raises RingClosed. The supervisor claims such an end only to close it, because its
+   worker is dead. The agent then claims and closes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from omni_actors.cluster.control import CloseRing
+from omni_actors.cluster.remote_agent import RemoteAgent
+from ringbuf import Consumer, Producer, Ring, RingClosed, RingStatistics
+
+End: TypeAlias = Literal["producer", "consumer"]
+
+
+class ClusterRing:
+    """One ring. See ``supervisor.process.EdgeRing``.
+
+    here: the part on the parent's node, if there is one. agents: the agent of each end that is on another node.
+    on_close: called once, before the part on the parent's node is closed.
+    """
+
+    def __init__(
+        self,
+        generation: int,
+        capacity: int,
+        *,
+        here: Ring | None,
+        agents: Mapping[End, RemoteAgent],
+        on_close: Callable[[], None],
+    ) -> None:
+        self._generation, self._capacity = generation, capacity
+        self._here, self._agents, self._on_close = here, agents, on_close
+        self._dead: End | None = None
+
+    @property
+    def fds(self) -> Sequence[int]:
+        return () if self._here is None else self._here.fds
+
+    def claim_producer(self) -> Producer:
+        if self._here is not None and "producer" not in self._agents:
+            return self._here.claim_producer()
+        self._dead = "producer"
+        raise RingClosed("producer")
+
+    def claim_consumer(self) -> Consumer:
+        if self._here is not None and "consumer" not in self._agents:
+            return self._here.claim_consumer()
+        self._dead = "consumer"
+        raise RingClosed("consumer")
+
+    def statistics(self) -> RingStatistics:
+        if self._here is not None:
+            return self._here.statistics()
+        counters = (agent.statistics(self._generation) for agent in self._agents.values())
+        return next((each for each in counters if each), RingStatistics(self._capacity, 0, 0, 0))
+
+    def close(self) -> None:
+        self._on_close()
+        for agent in dict.fromkeys(self._agents.values()):
+            ends: list[End] = [end for end, each in self._agents.items() if each is agent]
+            agent.post(CloseRing(self._generation, self._dead if self._dead in ends else None))
+        if self._here is not None:
+            self._here.close()

@@ -1,0 +1,129 @@
+"""A control connection as trio uses it: messages out without waiting, messages in one after the other.
+
+Rules
+1. ``post`` never waits. What is not sent yet is bounded: beyond ``MOST_WAITING`` bytes the connection is given up.
+2. Messages that are posted in one turn of the event loop travel in one frame, if they fit.
+3. The connection belongs to its ``run``: leaving it closes the socket.
+4. Before the handshake is over nothing is decoded, and the handshake has ``HANDSHAKE_S`` seconds.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import AsyncGenerator
+from typing import Final, Generic, TypeVar
+
+import msgspec
+import trio
+
+from omni_actors.cluster.control import BATCH_BYTES, FromAgent, Opener, Sealer, ToAgent, encode
+from omni_actors.cluster.handshake import Connector, Handshake, HandshakeFailed
+from omni_actors.errors import OmniError
+
+HANDSHAKE_S: Final = 5.0
+MOST_WAITING: Final = 64 << 20
+ROOM: Final = 1 << 20
+"""Below this many waiting bytes, ``wait_room`` returns."""
+READ_BYTES: Final = 64 << 10
+
+M = TypeVar("M")
+
+
+class ConnectionLost(OmniError):
+    """A control connection has ended. why: in words."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(f"the control connection is lost: {why}")
+
+
+async def shake_hands(stream: trio.abc.Stream, handshake: Handshake) -> None:
+    """Authenticate both sides of a new connection. Raises HandshakeFailed, trio.BrokenResourceError."""
+    with trio.move_on_after(HANDSHAKE_S) as scope:
+        if isinstance(handshake, Connector):
+            await stream.send_all(handshake.hello)
+        while handshake.wanted:
+            received = b""
+            while len(received) < handshake.wanted:
+                data = bytes(await stream.receive_some(handshake.wanted - len(received)))
+                if not data:
+                    raise HandshakeFailed("the other side closed the connection")
+                received += data
+            if reply := handshake.receive(received):
+                await stream.send_all(reply)
+    if scope.cancelled_caught:
+        raise HandshakeFailed(f"it took longer than {HANDSHAKE_S:g} s")
+
+
+class Connection(Generic[M]):
+    """One side of an authenticated control connection.
+
+    keys: what this side sends with, and what the other side does. decoder: of the other side's messages.
+    """
+
+    def __init__(
+        self, stream: trio.abc.Stream, keys: tuple[bytes, bytes], decoder: msgspec.msgpack.Decoder[list[M]]
+    ) -> None:
+        self._stream, self._sealer = stream, Sealer(keys[0])
+        self._opener = Opener(keys[1], decoder)
+        self._queue: collections.deque[bytes] = collections.deque()
+        self._waiting = 0
+        self._posted, self._room = trio.Event(), trio.lowlevel.ParkingLot()
+        self.posted = self.sent = 0
+        """How many messages were posted, and how many of them the kernel has taken."""
+
+    def post(self, message: FromAgent | ToAgent) -> None:
+        """Send a message, in order. Raises ValueError (too large). It is dropped if the connection is lost."""
+        encoded = encode(message)
+        self.posted += 1
+        if self._waiting <= MOST_WAITING:
+            self._queue.append(encoded)
+        self._waiting += len(encoded)
+        self._posted.set()
+
+    async def wait_room(self) -> None:
+        """Wait until little waits to be sent. For senders that may wait."""
+        while self._waiting > ROOM:
+            await self._room.park()
+
+    async def write(self) -> None:
+        """Send what is posted until cancelled. Raises ConnectionLost."""
+        while True:
+            await self._posted.wait()
+            await trio.lowlevel.checkpoint()  # rule 2
+            if self._waiting > MOST_WAITING:
+                raise ConnectionLost(f"{self._waiting} bytes wait to be sent")
+            self._posted = trio.Event()
+            while self._queue:
+                batch = self._take_batch()
+                try:
+                    await self._stream.send_all(self._sealer.seal(batch))
+                except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                    raise ConnectionLost(str(error)) from error
+                self._waiting -= sum(map(len, batch))
+                self.sent += len(batch)
+                self._room.unpark_all()
+
+    async def close(self) -> None:
+        """Close the connection at once. What was not sent is dropped."""
+        await trio.aclose_forcefully(self._stream)
+
+    def _take_batch(self) -> list[bytes]:
+        batch = [self._queue.popleft()]
+        size = len(batch[0])
+        while self._queue and size + len(self._queue[0]) <= BATCH_BYTES:
+            batch.append(self._queue.popleft())
+            size += len(batch[-1])
+        return batch
+
+    async def read(self) -> AsyncGenerator[M, None]:
+        """Yield the other side's messages until cancelled. Raises ConnectionLost, ControlCorrupted."""
+        while True:
+            try:
+                data = bytes(await self._stream.receive_some(READ_BYTES))
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise ConnectionLost(str(error)) from error
+            if not data:
+                raise ConnectionLost("the other side has closed it")
+            for message in self._opener.feed(data):
+                yield message

@@ -1,0 +1,213 @@
+"""The parent's side of one agent, from its first message to the time when no worker of it can run any more.
+
+Rules
+1. A lost agent is lost for good: nothing is granted or posted to it. Its workers are reported with ``NodeLost`` at
+   once, so that they get no more work, and as dead only when the lease has ended (``lease``, rule 3).
+2. Whoever started the agent's process may know that it has ended. Its workers end with it, so the rest of the lease
+   need not be waited for.
+3. Messages of an agent about workers and rings that the parent has forgotten are ignored: they were under way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+
+import trio
+
+from omni_actors.cluster import control
+from omni_actors.cluster.connection import Connection, ConnectionLost
+from omni_actors.cluster.lease import GrantedLease
+from omni_actors.cluster.remote_worker import RemoteMailbox, RemoteWorker
+from omni_actors.platform.kill_timer import now
+from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.process import SpawnFailed
+from ringbuf import RingStatistics
+
+WORKER_LOGGERS = "omni_actors.worker."
+
+
+class RemoteAgent:
+    """One agent.
+
+    node: its node's name. number: its own, which no other agent of this parent has. on_link_lost: called with the
+    generation of a ring whose link has broken, and the reason.
+    """
+
+    def __init__(self, node: str, number: int, lease_s: float, on_link_lost: Callable[[int, str], None]) -> None:
+        self.node, self.number = node, number
+        self.links = ("", 0)
+        """Host and port where the agent accepts links, once it is ``up``."""
+        self.cpus, self.pid = 0, 0
+        self.lost: str | None = None
+        """Why it was given up."""
+        self.up, self.fenced = trio.Event(), trio.Event()
+        """up: it runs and has a lease, or is lost. fenced: no worker of it runs any more."""
+        self._process_ended = trio.Event()
+        self._lease = GrantedLease(lease_s, now())
+        self._on_link_lost = on_link_lost
+        self._connection: Connection[control.FromAgent] | None = None
+        self._numbers = itertools.count(1)
+        self._workers: dict[int, RemoteWorker] = {}
+        self._rings: Mapping[int, tuple[int, int, int, int]] = {}
+        self._scope = trio.CancelScope()
+        self._ran = False
+        """Whether it has had a connection."""
+
+    def post(self, message: control.ToAgent) -> int:
+        """Send a message, in order; it is dropped if the agent is lost. Return how many were posted so far."""
+        if self._connection is None:
+            return 0
+        self._connection.post(message)
+        return self._connection.posted
+
+    def statistics(self, generation: int) -> RingStatistics | None:
+        """Return the counters of a ring of the agent, as they were at its last renewal; None before that."""
+        counters = self._rings.get(generation)
+        return None if counters is None else RingStatistics(*counters)
+
+    @asynccontextmanager
+    async def spawn(
+        self, address: Address, mailbox_capacity: int, environment: Mapping[str, str]
+    ) -> AsyncIterator[RemoteWorker]:
+        """Start a worker there (see ``Spawner.spawn``). Raises SpawnFailed, also if the agent is lost meanwhile."""
+        number = next(self._numbers)
+        mailbox = RemoteMailbox(number, mailbox_capacity, post=self.post, sent=self._sent)
+        worker = RemoteWorker(mailbox, kill=lambda: self._kill(number))
+        if self.lost is not None:
+            raise SpawnFailed(self._why_lost())
+        self._workers[number] = worker
+        self.post(
+            control.Spawn(
+                worker=number, address=address, mailbox_capacity=mailbox_capacity, environment=dict(environment)
+            )
+        )
+        try:
+            await worker.started.wait()
+            if worker.error is not None:
+                raise SpawnFailed(worker.error)
+            yield worker
+        finally:
+            worker.kill()
+            with trio.CancelScope(shield=True):
+                await worker.wait_gone()
+            del self._workers[number]
+
+    def _kill(self, number: int) -> None:
+        self.post(control.Kill(number))
+
+    def _sent(self) -> int:
+        return 0 if self._connection is None else self._connection.sent
+
+    async def run(self, connection: Connection[control.FromAgent]) -> None:
+        """Serve the agent's connection until it is lost, and wait until no worker runs. Cancelling gives it up."""
+        self._connection, self._ran = connection, True
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write, connection)
+                    nursery.start_soon(self._read, connection)
+                    nursery.start_soon(self._watch_silence)
+        finally:
+            self.give_up("the parent ends")
+            with trio.CancelScope(shield=True):
+                await connection.close()  # an agent that can be reached ends now
+            await self._wait_fenced()
+
+    async def _wait_fenced(self) -> None:
+        """Wait until no worker of a lost agent can run, and report them as dead. Not cancelled if there are some."""
+        if not self._workers:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        with trio.CancelScope(shield=True):
+            while not self._process_ended.is_set() and (left_s := self._lease.safe_at - now()) > 0:
+                with trio.move_on_after(left_s):
+                    await self._process_ended.wait()
+        for worker in list(self._workers.values()):
+            if worker.pid:
+                worker.on_dead()
+            else:
+                worker.on_not_spawned(self._why_lost())
+        self.fenced.set()
+
+    def give_up(self, reason: str) -> None:
+        """Give the agent up, for this reason; only the first one counts. Harmless when it is lost already."""
+        if self.lost is None:
+            self.lost = reason
+            self._lease.give_up()
+            self._connection = None
+            self._scope.cancel()
+            self.up.set()
+            if not self._ran:
+                self.fenced.set()
+            for worker in self._workers.values():
+                worker.mailbox.fail(self._why_lost())
+
+    def process_ended(self) -> None:
+        """The agent's process has ended for certain, and its workers with it (rule 2)."""
+        self._process_ended.set()
+        self.give_up("its agent has ended")
+
+    def _why_lost(self) -> str:
+        return f"NodeLost: {self.node}: {self.lost}"
+
+    async def _write(self, connection: Connection[control.FromAgent]) -> None:
+        try:
+            await connection.write()
+        except ConnectionLost as error:
+            self.give_up(str(error))
+
+    async def _read(self, connection: Connection[control.FromAgent]) -> None:
+        try:
+            async with aclosing(connection.read()) as received:
+                async for message in received:
+                    self._handle(message)
+        except (ConnectionLost, control.ControlCorrupted) as error:
+            self.give_up(str(error))
+
+    async def _watch_silence(self) -> None:
+        while (left_s := self._lease.silent_at - now()) > 0:  # noqa: ASYNC110 - each renewal moves the time
+            await trio.sleep(left_s)
+        self.give_up(f"it asked for no renewal of its lease for {self._lease.lease_s:g} s")
+
+    def _handle(self, message: control.FromAgent) -> None:
+        match message:
+            case control.Renew(asked_at):
+                if self._lease.grant(now()):
+                    self.post(control.Granted(asked_at))
+                    self.up.set()
+            case control.Statistics(rings):
+                self._rings = rings
+            case control.LinkLost(generation, reason):
+                self._on_link_lost(generation, reason)
+            case control.LogLine(logger, text) if logger.startswith(WORKER_LOGGERS):
+                logging.getLogger(logger).info(text)
+            case control.Hello():
+                self.pid, self.links, self.cpus = message.pid, message.links, message.cpus
+            case control.LogLine():
+                pass
+            case _:
+                if (worker := self._workers.get(message.worker)) is not None:
+                    _tell(worker, message)
+
+
+WorkerNews = (
+    control.Spawned | control.NotSpawned | control.FromWorker | control.Unusable | control.Ending | control.Dead
+)
+
+
+def _tell(worker: RemoteWorker, message: WorkerNews) -> None:
+    match message:
+        case control.FromWorker(_, packet):
+            worker.mailbox.take(packet)
+        case control.Spawned(_, pid):
+            worker.on_spawned(pid)
+        case control.NotSpawned(_, error):
+            worker.on_not_spawned(error)
+        case control.Unusable(_, reason):
+            worker.mailbox.fail(reason)
+        case control.Ending(_, exit):
+            worker.on_ending(exit)
+        case control.Dead():
+            worker.on_dead()

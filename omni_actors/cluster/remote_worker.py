@@ -1,0 +1,131 @@
+"""A worker on another node, as the supervisor sees it.
+
+Rules
+1. The agent of the node has the worker and its control socket. What the supervisor posts travels to the agent, and what
+   the worker sends comes back, in order.
+2. ``fail`` asks the supervisor to kill the worker for a reason, by the way that an undecodable packet takes.
+3. The worker of a lost node counts as alive until no worker can run there any more. Only then do ``wait_ending`` and
+   ``wait_dead`` return (``lease``), so that no successor runs beside it.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import trio
+
+from omni_actors.cluster.control import ToAgent, ToWorker
+from omni_actors.errors import WorkerExit
+from omni_actors.protocol import messages
+from omni_actors.protocol.mailbox import MailboxFull, available
+from omni_actors.protocol.packets import Envelope
+from omni_actors.supervisor.process import Worker
+
+
+class RemoteMailbox:
+    """The supervisor's end of the control connection of a worker on another node. See ``protocol.mailbox.Mailbox``.
+
+    number: the worker's. post: sends a message to the agent and returns how many were posted so far. sent: returns how
+    many of these have been sent. capacity: how many messages may wait in each direction.
+    """
+
+    def __init__(self, number: int, capacity: int, *, post: Callable[[ToAgent], int], sent: Callable[[], int]) -> None:
+        self._number, self._capacity, self._post, self._sent = number, capacity, post, sent
+        self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
+        self._posted: collections.deque[int] = collections.deque()
+        """The numbers, on the control connection, of messages that are not sent yet."""
+        self.fault: str | None = None
+
+    @property
+    def congested(self) -> bool:
+        """Whether half of the capacity waits to be sent to the agent."""
+        return 2 * self._waiting() >= self._capacity
+
+    def post(self, message: messages.ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
+        """Queue a message, in order. Descriptors stay here: the agent has those of its own rings.
+
+        Raises MailboxFull, ValueError (the message is too large or cannot be encoded).
+        """
+        if self._waiting() >= self._capacity:
+            raise MailboxFull(self._capacity)
+        packet = messages.pack([messages.encode(message)])
+        self._posted.append(self._post(ToWorker(self._number, packet, wakes)))
+
+    def unread(self) -> Iterator[Envelope]:
+        """Yield the messages that a dead worker has sent and that were not received from ``incoming``."""
+        return available(self.incoming)
+
+    def take(self, packet: bytes) -> None:
+        """Take a packet that the worker sent. One that cannot be decoded, or for which there is no room, is a fault."""
+        if self.fault is not None:
+            return
+        try:
+            for message in messages.unpack(packet):
+                self._in_send.send_nowait((message, ()))
+        except trio.WouldBlock:
+            self.fail(f"{self._capacity} of its control messages are waiting unread")
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.fail(f"a control packet of {len(packet)} bytes cannot be decoded: {error}")
+
+    def fail(self, reason: str) -> None:
+        """End reading: the supervisor then kills the worker for this reason, unless it has another one already."""
+        if self.fault is None:
+            self.fault = reason
+            self._in_send.close()
+
+    def _waiting(self) -> int:
+        sent = self._sent()
+        while self._posted and self._posted[0] <= sent:
+            self._posted.popleft()
+        return len(self._posted)
+
+
+class RemoteWorker(Worker):
+    """A worker on another node. Its agent's record (``remote_agent``) tells it what becomes of the process."""
+
+    mailbox: RemoteMailbox
+
+    def __init__(self, mailbox: RemoteMailbox, *, kill: Callable[[], None]) -> None:
+        super().__init__(0, mailbox)
+        self._kill = kill
+        self.started = trio.Event()
+        """Set when there is a process, or an ``error``."""
+        self.error: str | None = None
+        """Why no process was started."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether nothing of it is left."""
+        return self._dead.is_set()
+
+    def kill(self) -> None:
+        if not self.dead:
+            self._kill()
+
+    async def wait_gone(self) -> None:
+        """Wait until nothing is left of it, also if no process was started."""
+        await self._dead.wait()
+
+    def on_spawned(self, pid: int) -> None:
+        """There is a process now."""
+        self.pid = pid
+        self.started.set()
+
+    def on_not_spawned(self, error: str) -> None:
+        """No process was started."""
+        self.error = error
+        self.started.set()
+        self._dead.set()
+
+    def on_ending(self, exit: WorkerExit) -> None:
+        """The worker sends no more, and has ended so. Only the first call counts."""
+        if self._exit is None:
+            self._exit = exit
+            self._ending.set()
+
+    def on_dead(self) -> None:
+        """Nothing of the worker is left."""
+        self.on_ending(WorkerExit(self.pid, "SIGKILL", None))
+        self._dead.set()

@@ -1,0 +1,296 @@
+"""Starts workers on several nodes, and the rings between them: the supervisor's ``Spawner`` for a cluster.
+
+Rules
+1. Each node but the parent's has one agent at a time (``remote_agent``). A lost one gets a successor when no worker of
+   the lost one can run any more.
+2. A worker that is to start on a node without an agent waits for one, for as long as its stage may take to load.
+3. A link breaks when the node or the worker at one end is lost. Its ring is then closed as that of any dead worker. If
+   a link breaks and its ring is not closed within ``LINK_S``, the worker at its receiving end is killed; if that end is
+   on the parent's node, the worker at the sending end. Restarts and replays do the rest.
+4. A connection that is not authenticated has ``HANDSHAKE_S`` seconds, and there are at most ``MOST_STRANGERS`` of them:
+   the oldest makes room.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, Protocol
+
+import trio
+
+from omni_actors.cluster.agent import ROLE, AgentSettings
+from omni_actors.cluster.cluster_ring import ClusterRing, End
+from omni_actors.cluster.connection import Connection, shake_hands
+from omni_actors.cluster.control import FROM_AGENT, MakeRing
+from omni_actors.cluster.handshake import Acceptor, HandshakeFailed
+from omni_actors.cluster.placement import PARENT
+from omni_actors.cluster.pump import Pump
+from omni_actors.cluster.remote_agent import RemoteAgent
+from omni_actors.cluster.remote_worker import RemoteWorker
+from omni_actors.errors import ClusterUnavailable
+from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner, Worker
+from ringbuf import Ring
+
+LEASE_S: Final = 10.0
+START_S: Final = 60.0
+"""Seconds that an agent has from its start to its first lease."""
+RESTART_S: Final = 1.0
+"""Seconds between the end of an agent and the start of its successor."""
+LINK_S: Final = 1.0
+"""Seconds in which the loss of a node or the death of a worker explains that a link breaks."""
+MOST_STRANGERS: Final = 64
+
+
+class AgentStarter(Protocol):
+    """Starts the processes of agents."""
+
+    async def run(self, node: str, settings: AgentSettings) -> bool:
+        """Run one agent on a node until it has ended; cancelling kills it.
+
+        Return whether its process has ended for certain: False if its node cannot be asked.
+        """
+        ...
+
+
+class ClusterSpawner:
+    """See ``Spawner``. Open it with ``open_cluster``.
+
+    place: returns the node of a worker; ``PARENT`` is the parent's own.
+    """
+
+    def __init__(
+        self, starter: AgentStarter, place: Callable[[Address], str], *, host: str, lease_s: float, start_s: float
+    ) -> None:
+        self._starter, self._place, self._lease_s, self._start_s = starter, place, lease_s, start_s
+        self._secret = secrets.token_bytes(32)
+        self._local = LocalSpawner()
+        self._host, self._port = host, 0
+        self._agents: dict[str, RemoteAgent] = {}
+        """The newest agent of each node."""
+        self._expected: dict[int, RemoteAgent] = {}
+        self._strangers: dict[trio.CancelScope, None] = {}
+        self._numbers = itertools.count(1)
+        self._changed = trio.lowlevel.ParkingLot()
+        """Woken when an agent is up, lost or replaced."""
+        self._placed: dict[Address, RemoteAgent | None] = {}
+        """Where each worker runs; None: on the parent's node."""
+        self._workers: dict[Address, RemoteWorker] = {}
+        self._links: dict[int, tuple[Address, Address]] = {}
+        """Producer and consumer of each ring that has a link."""
+        self._pump: Pump
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port at which agents connect."""
+        return self._host, self._port
+
+    @property
+    def agents(self) -> Mapping[str, RemoteAgent]:
+        """The newest agent of each node."""
+        return self._agents
+
+    # Workers and rings.
+
+    @asynccontextmanager
+    async def spawn(
+        self,
+        address: Address,
+        mailbox_capacity: int,
+        *,
+        environment: Mapping[str, str] = NO_VARIABLES,
+        lock_fds: Sequence[int] = (),
+    ) -> AsyncIterator[Worker]:
+        """Start a worker where it has its place (see ``Spawner.spawn``). Waits for the node's agent (rule 2)."""
+        node = self._place(address)
+        try:
+            if node == PARENT:
+                self._placed[address] = None
+                local = self._local.spawn(address, mailbox_capacity, environment=environment, lock_fds=lock_fds)
+                async with local as worker:
+                    yield worker
+                return
+            while (agent := self._agents[node]).lost is not None or not agent.up.is_set():
+                await self._changed.park()
+            self._placed[address] = agent
+            async with agent.spawn(address, mailbox_capacity, environment) as remote:
+                self._workers[address] = remote
+                yield remote
+        finally:
+            self._placed.pop(address, None)
+            self._workers.pop(address, None)
+
+    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
+        """Return a ring between two workers wherever they run, or between a worker and the client. Raises OSError."""
+        sender, receiver = self._placed.get(producer), self._placed.get(consumer)
+        if sender is receiver is None:
+            return self._local.create_ring(producer, consumer, capacity, generation)
+        if sender is receiver and sender is not None:
+            sender.post(MakeRing(generation, capacity, None))
+            return ClusterRing(
+                generation,
+                capacity,
+                here=None,
+                agents={"producer": sender, "consumer": sender},
+                on_close=lambda: None,
+            )
+        here = None if sender is not None and receiver is not None else Ring.create(capacity, generation=generation)
+        self._links[generation] = producer, consumer
+        agents: dict[End, RemoteAgent] = {}
+        if receiver is not None:
+            agents["consumer"] = receiver
+            receiver.post(MakeRing(generation, capacity, "in"))
+        else:
+            assert here is not None
+            self._pump.receive(generation, here.claim_producer())
+        links = self._pump.address if receiver is None else receiver.links
+        if sender is not None:
+            agents["producer"] = sender
+            sender.post(MakeRing(generation, capacity, links))
+        else:
+            assert here is not None
+            self._pump.send(generation, here.claim_consumer(), links)
+        return ClusterRing(
+            generation, capacity, here=here, agents=agents, on_close=lambda: self._close_link(generation)
+        )
+
+    def _close_link(self, generation: int) -> None:
+        del self._links[generation]
+        self._pump.close(generation)
+
+    def _on_link_lost(self, generation: int, reason: str) -> None:
+        if generation in self._links and self._nursery is not None:
+            self._nursery.start_soon(self._judge_link, generation, reason)
+
+    async def _judge_link(self, generation: int, reason: str) -> None:
+        """Have a worker killed whose link has broken, unless the node or the worker at an end is lost (rule 3)."""
+        await trio.sleep(LINK_S)
+        ends = self._links.get(generation, ())
+        if any(agent is not None and agent.lost is not None for agent in map(self._placed.get, ends)):
+            return
+        for address in reversed(ends):
+            if (worker := self._workers.get(address)) is not None:
+                worker.mailbox.fail(f"LinkLost: {reason}")
+                return
+
+    # Agents.
+
+    async def run(self, nodes: Sequence[str], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep an agent on each of ``nodes`` until cancelled. Started once the first ones are being started."""
+        token = trio.lowlevel.current_trio_token()
+        listeners = await trio.open_tcp_listeners(0, host=self._host)
+        self._port = listeners[0].socket.getsockname()[1]
+        self._pump = Pump(self._secret, self._host, lambda *lost: token.run_sync_soon(self._on_link_lost, *lost))
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(trio.serve_listeners, self._welcome, listeners)
+                for node in nodes:
+                    self._agents[node] = self._new_agent(node)
+                    nursery.start_soon(self._keep_agent, node)
+                task_status.started()
+        finally:
+            self._nursery = None
+            self._pump.stop()
+
+    async def wait_up(self) -> None:
+        """Wait until the agents of all nodes have a lease. Raises ClusterUnavailable: some cannot be started."""
+        for node in self._agents:
+            await self._agents[node].up.wait()
+        if missing := {node: agent.lost for node, agent in self._agents.items() if agent.lost is not None}:
+            raise ClusterUnavailable(missing)
+
+    def _new_agent(self, node: str) -> RemoteAgent:
+        return RemoteAgent(node, next(self._numbers), self._lease_s, self._on_link_lost)
+
+    async def _keep_agent(self, node: str) -> None:
+        """Run agents on a node, one after the other."""
+        while True:
+            agent = self._agents[node]
+            self._expected[agent.number] = agent
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._start_agent, agent)
+                    with trio.move_on_after(self._start_s):
+                        await agent.up.wait()
+                    if agent.lost is None and not agent.up.is_set():
+                        agent.give_up(f"it has not started within {self._start_s:g} s")
+                    self._changed.unpark_all()
+                    await agent.fenced.wait()
+                    nursery.cancel_scope.cancel()
+            finally:
+                self._expected.pop(agent.number, None)
+            await trio.sleep(RESTART_S)
+            self._agents[node] = self._new_agent(node)
+
+    async def _start_agent(self, agent: RemoteAgent) -> None:
+        settings = AgentSettings(number=agent.number, parent=self.address, secret=self._secret, lease_s=self._lease_s)
+        if await self._starter.run(agent.node, settings):
+            agent.process_ended()
+        else:
+            agent.give_up("its agent cannot be reached")
+
+    async def _welcome(self, stream: trio.SocketStream) -> None:
+        """Authenticate a connection, and serve it if it is that of an agent which was started."""
+        acceptor = Acceptor(self._secret)
+        scope = trio.CancelScope()
+        self._strangers[scope] = None
+        if len(self._strangers) > MOST_STRANGERS:
+            next(iter(self._strangers)).cancel()
+        async with stream:
+            try:
+                with scope:
+                    await shake_hands(stream, acceptor)
+            except (HandshakeFailed, trio.BrokenResourceError):
+                return
+            finally:
+                del self._strangers[scope]
+            if scope.cancelled_caught or acceptor.role != ROLE:
+                return
+            agent = self._expected.pop(acceptor.subject, None)
+            if agent is None or agent.lost is not None:
+                return
+            received, sent = acceptor.keys()
+            await agent.run(Connection(stream, (sent, received), FROM_AGENT))
+
+
+@asynccontextmanager
+async def open_cluster(
+    nodes: Sequence[str],
+    starter: AgentStarter,
+    place: Callable[[Address], str],
+    *,
+    host: str = "127.0.0.1",
+    lease_s: float = LEASE_S,
+    start_s: float = START_S,
+) -> AsyncIterator[ClusterSpawner]:
+    """Start an agent on each node, and give the spawner. When the block ends, the agents have ended.
+
+    Args:
+        nodes: The names of the nodes beside the parent's.
+        starter: Starts the agents' processes.
+        place: Returns the node of a worker, ``PARENT`` or one of ``nodes``.
+        host: The parent's own IP address, at which it accepts agents and links.
+        lease_s: For how long, in seconds, the workers of a node may run without hearing of the parent.
+        start_s: How long an agent may take to start.
+
+    Raises ClusterUnavailable.
+    """
+    spawner = ClusterSpawner(starter, place, host=host, lease_s=lease_s, start_s=start_s)
+    body_error: BaseException | None = None
+    async with trio.open_nursery() as nursery:
+        await nursery.start(spawner.run, nodes)
+        try:
+            await spawner.wait_up()
+            yield spawner
+        except BaseException as error:  # noqa: BLE001
+            body_error = error  # raised below, outside the nursery's exception group
+        finally:
+            nursery.cancel_scope.shield = True  # a cancellation from outside must not replace ``body_error``
+            nursery.cancel_scope.cancel()
+    if body_error is not None:
+        raise body_error
