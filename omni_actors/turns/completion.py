@@ -7,24 +7,17 @@ The ONNX file is a part of pipecat-ai, which is never imported. Tensors: ``input
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import numpy as np
 
-from omni_actors.stages import assets
 from omni_actors.turns.log_mel import SAMPLES, Floats, log_mel
-from omni_actors.turns.silero import open_session
+from omni_actors.turns.shared_model import SharedModel
 
-
-@functools.cache
-def _shared_session() -> Any:
-    return open_session(assets.resolve("smart-turn") / "smart-turn-v3.2-cpu.onnx")
+MODEL = SharedModel("smart-turn", "smart-turn-v3.2-cpu.onnx")
 
 
 def load() -> None:
     """Load the model, if this process has not yet. Raises assets.ModelNotFound: pipecat-ai is not installed."""
-    _shared_session()
+    MODEL.session()
 
 
 def completion_probability(turn: Floats) -> float:
@@ -34,5 +27,5 @@ def completion_probability(turn: Floats) -> float:
     """
     sound = np.zeros(SAMPLES, np.float32)
     sound[SAMPLES - len(turn) :] = turn
-    logits = _shared_session().run(None, {"input_features": log_mel(sound)[None]})[0]
+    logits = MODEL.session().run(None, {"input_features": log_mel(sound)[None]})[0]
     return float(logits[0, 0])

@@ -7,18 +7,16 @@ before, then the 512 samples of the window, at 16 kHz; ``h`` and ``c`` float32 (
 Rules
 1. Windows are computed one by one, so that a probability does not depend on how the sound was cut into chunks: kernels
    round differently for other batch sizes. A window costs 0.1 ms.
-2. The session of onnxruntime is shared by all threads and streams; it has no state.
+2. The model is shared by all threads and streams; its state is kept here.
 """
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from omni_actors.stages import assets
+from omni_actors.turns.shared_model import SharedModel
 
 SAMPLE_RATE = 16_000
 WINDOW = 512
@@ -26,26 +24,7 @@ WINDOW = 512
 _CONTEXT = 64
 
 
-def open_session(model: Path) -> Any:
-    """Return a session of onnxruntime that computes in the calling thread. It is safe to use from several threads.
-
-    Raises assets.ModelNotFound: onnxruntime is not installed.
-    """
-    try:
-        import onnxruntime  # only the extra "voice" has it
-    except ImportError as error:
-        package = assets.Package("onnxruntime")
-        raise assets.ModelNotFound(model.name, "onnxruntime is not installed", package=package) from error
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.enable_cpu_mem_arena = False  # an arena keeps the most memory that was ever used
-    return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
-
-
-@functools.cache
-def _shared_session() -> Any:
-    return open_session(assets.resolve("silero-vad") / "silero_vad_v6.onnx")
+MODEL = SharedModel("silero-vad", "silero_vad_v6.onnx")
 
 
 class SpeechProbability:
@@ -55,7 +34,7 @@ class SpeechProbability:
     """
 
     def __init__(self) -> None:
-        self._session = _shared_session()
+        self._session = MODEL.session()
         self._input = np.zeros((1, _CONTEXT + WINDOW), np.float32)
         self._h = self._c = np.zeros((1, 1, 128), np.float32)
 
