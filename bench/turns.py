@@ -1,17 +1,19 @@
 """`python -m bench.turns`: how soon detectors find starts and ends of speech, and what a session costs.
 
 hibari speaks ``SENTENCES``, which are cut to what is audible: -40 dB below the peak and louder. Between two sentences
-are ``PAUSE_S`` of silence. White noise is added with a seed, at 20 and 10 dB below the speech. All delays are positions
-in the stream, not times of a clock: from a sentence's last sample to the position at which the detector found its end,
-and from a sentence's first sample to the position at which the detector found its start. The cost is CPU time of the
-process, with the sound fed in chunks of 20 ms.
+are ``PAUSE_S`` of silence. White noise is added with a seed, at 20 and 10 dB below the speech. The sound is heard by a
+detector alone, and as a realtime session hears it: in the formats of clients, decoded and resampled. It comes in chunks
+of 20 ms. All delays are positions in the stream, not times of a clock: from a sentence's first or last sample to the
+end of the chunk with which the detector found its start or end. The cost is CPU time of the process.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,12 +22,14 @@ import numpy as np
 import soxr
 
 from omni_actors import turns
+from omni_actors.serve.realtime.config import PCM, PCMU, AudioFormat
+from omni_actors.serve.realtime.sound import SoundDecoder, bytes_per_s, encode, rate_of
 from omni_actors.stress.report import percentile
 
 RATE = turns.SAMPLE_RATE
 NOISE_DB: tuple[int | None, ...] = (None, 20, 10)
 PAUSE_S = 2.0
-CHUNK = RATE // 50
+CHUNK_S = 0.02
 SENTENCES = (
     "What is the capital of France?",
     "Tell me a story about a fox.",
@@ -50,6 +54,8 @@ SENTENCES = (
 )
 UNFINISHED = ("The train leaves at nine, and", "So what I mean is")
 """Sentences that break off, and that the model does not find finished."""
+FORMATS: dict[str, AudioFormat | None] = {"detector": None, "audio/pcm": PCM(), "audio/pcmu": PCMU()}
+"""How the sound reaches the detector: without a session, or in a format of clients."""
 SETTINGS: dict[str, turns.TurnDetection] = {"server_vad": turns.ServerVad(), "semantic_vad": turns.SemanticVad()}
 Sound: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -105,14 +111,16 @@ class Found(NamedTuple):
     cpu_s: float
 
 
-def listen(settings: turns.TurnDetection, conversation: Conversation, chunk: int = CHUNK) -> Found:
-    """Feed a conversation to a new detector, in chunks of ``chunk`` samples."""
+def listen(settings: turns.TurnDetection, conversation: Conversation, format: AudioFormat | None = None) -> Found:
+    """Feed a conversation to a new detector, in chunks. format: that of a session's client; None: samples at 16 kHz."""
     detector = turns.open_detector(settings)
     starts, ends = list[float](), list[float]()
+    chunks = _samples(conversation.sound) if format is None else _decoded(conversation.sound, format)
     began = time.process_time()
-    for at in range(0, len(conversation.sound), chunk):
-        for event in detector.feed(conversation.sound[at : at + chunk]):
-            (starts if isinstance(event, turns.SpeechStarted) else ends).append(detector.position_ms)
+    for number, samples in enumerate(chunks):
+        for event in detector.feed(samples):
+            found_ms = 1000 * CHUNK_S * (number + 1)
+            (starts if isinstance(event, turns.SpeechStarted) else ends).append(found_ms)
     cpu_s = time.process_time() - began
     start_delays, end_delays, wrong = [], [], 0
     for begin, end in conversation.spoken_ms:
@@ -126,20 +134,35 @@ def listen(settings: turns.TurnDetection, conversation: Conversation, chunk: int
     return Found(start_delays, end_delays, wrong, cpu_s)
 
 
+def _samples(sound: Sound) -> Iterator[Sound]:
+    size = round(RATE * CHUNK_S)
+    for at in range(0, len(sound), size):
+        yield sound[at : at + size]
+
+
+def _decoded(sound: Sound, format: AudioFormat) -> Iterator[Sound]:
+    """Yield a sound as a session hears it whose client sends it in ``format``."""
+    data = encode(np.asarray(soxr.resample(sound, RATE, rate_of(format)), np.float32), format)
+    decoder, size = SoundDecoder(format, RATE), round(bytes_per_s(format) * CHUNK_S)
+    for at in range(0, len(data), size):
+        yield decoder.push(data[at : at + size])
+
+
 @click.command()
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write the figures to this file.")
 def main(file: Path | None) -> None:
-    """Print one line for each kind of detection and each noise."""
+    """Print one line for each kind of detection, each format and each noise."""
     spoken = [say(text) for text in SENTENCES]
     rows = []
     for kind, settings in SETTINGS.items():
         turns.open_detector(settings)  # loads the models
-        for noise_db in NOISE_DB:
+        for (format, heard), noise_db in itertools.product(FORMATS.items(), NOISE_DB):
             conversation = converse(spoken, noise_db)
-            found = listen(settings, conversation)
+            found = listen(settings, conversation, heard)
             rows.append(
                 {
                     "detection": kind,
+                    "format": format,
                     "noise_db": noise_db,
                     "sentences": len(spoken),
                     "wrong": found.wrong,

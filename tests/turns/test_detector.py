@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.turns import NOISE_DB, PAUSE_S, RATE, SENTENCES, SETTINGS, UNFINISHED, Conversation, converse, listen, say
+from bench.turns import (
+    FORMATS,
+    NOISE_DB,
+    PAUSE_S,
+    RATE,
+    SENTENCES,
+    SETTINGS,
+    UNFINISHED,
+    Conversation,
+    converse,
+    listen,
+    say,
+)
 from omni_actors import turns
 from omni_actors.stress.report import percentile
 from omni_actors.turns import completion
@@ -64,6 +76,25 @@ def test_each_sentence_is_one_turn_that_is_found_in_time(
     assert len(ends) == len(SENTENCES) * len(noises)
     assert (percentile(starts, 95) or 0) <= START_BOUND_MS
     assert (percentile(ends, 95) or 0) <= END_BOUND_MS[kind]
+
+
+@pytest.mark.parametrize(
+    ("format", "noises"),
+    [
+        ("audio/pcmu", (None,)),
+        pytest.param("audio/pcm", NOISE_DB, marks=pytest.mark.slow),
+        pytest.param("audio/pcmu", NOISE_DB, marks=pytest.mark.slow),
+    ],
+)
+def test_turns_are_found_in_time_in_the_formats_of_clients(
+    format: str, noises: tuple[int | None, ...], conversations: dict[int | None, Conversation]
+) -> None:
+    """A session resamples the sound, which must not delay what is found beyond the bounds."""
+    found = [listen(SEMANTIC, conversations[noise_db], FORMATS[format]) for noise_db in noises]
+    assert [each.wrong for each in found] == [0] * len(noises)
+    starts, ends = ([delay for each in found for delay in each[n]] for n in (0, 1))
+    assert (percentile(starts, 95) or 0) <= START_BOUND_MS
+    assert (percentile(ends, 95) or 0) <= END_BOUND_MS["semantic_vad"]
 
 
 @pytest.mark.parametrize("detection", [SERVER, SEMANTIC], ids=SETTINGS)

@@ -3,7 +3,8 @@
 Rules
 1. An update is merged into the configuration as it was sent, and the result is validated as a whole. So a refused
    update changes nothing.
-2. A field that has no effect here is accepted with the value that means "none", and refused otherwise.
+2. A field that has no effect here is accepted with the value that means "none", and refused otherwise. The exceptions
+   are fields that change nothing a client can notice: the transcription's ``model``, and ``tracing``.
 """
 
 from __future__ import annotations
@@ -67,6 +68,14 @@ class AudioInput(_Struct, frozen=True):
     turn_detection: TurnDetection | None = None
 
 
+class Tracing(_Struct, frozen=True):
+    """What OpenAI's traces of a session are called. OpenAI's agents send it. It has no effect here."""
+
+    group_id: _Short | None = None
+    metadata: Annotated[dict[_Short, _Short], Meta(max_length=16)] | None = None
+    workflow_name: _Short | None = None
+
+
 class VoiceId(_Struct, frozen=True):
     id: _Short
 
@@ -112,7 +121,7 @@ class SessionConfig(_Struct, frozen=True):
     include: Annotated[list[str], Meta(max_length=0)] | None = None
     prompt: None = None
     reasoning: None = None
-    tracing: Any = None
+    tracing: Literal["auto"] | Tracing | None = None
 
 
 class ResponseAudioOutput(_Struct, frozen=True):

@@ -262,6 +262,8 @@ def test_one_response_at_a_time(talk: Session) -> None:
             "session.output_modalities[0]",
         ),
         ("session.update", {"session": {"model": "other"}}, "invalid_value", "session.model"),
+        ("session.update", {"session": {"tracing": [1]}}, "invalid_value", "session.tracing"),
+        ("session.update", {"session": {"tracing": {"metadata": {"a": [1]}}}}, "invalid_value", None),
         ("session.update", {"session": {"audio": {"input": {"format": {"type": "audio/mp3"}}}}}, "invalid_value", None),
         ("session.update", {"session": {"tools": [{"type": "function", "name": "x"}]}}, "unsupported_parameter", None),
         ("input_audio_buffer.append", {"audio": "?"}, "invalid_base64", "audio"),
@@ -301,6 +303,12 @@ def test_the_place_of_a_mistake_deep_in_an_update(talk: Session) -> None:
     error = talk.error("session.update", session={"audio": {"output": {"speed": 9}}})
     assert error["param"] == "session.audio.output.speed"
     assert error["message"].startswith("session.audio.output.speed: ")
+
+
+@pytest.mark.parametrize("tracing", ["auto", {"workflow_name": "talk", "metadata": {"user": "1"}, "group_id": "x"}])
+def test_tracing_is_accepted_as_agents_send_it(talk: Session, tracing: Any) -> None:
+    talk.send("session.update", session={"tracing": tracing})
+    assert talk.receive()["session"]["tracing"] == tracing
 
 
 def test_a_binary_frame_ends_the_session(talk: Session) -> None:
