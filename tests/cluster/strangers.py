@@ -1,0 +1,34 @@
+"""Connections to a pump that are made byte by byte."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+from omni_actors.cluster.channel import Address
+from omni_actors.cluster.handshake import ROLE_OF_LINKS, Connector
+from tests.cluster.linked_rings import SECRET, WATCHDOG_S
+
+
+def connect(address: Address) -> socket.socket:
+    return socket.create_connection(address, WATCHDOG_S)
+
+
+def authenticated(address: Address, link_id: int, *, role: str = ROLE_OF_LINKS) -> tuple[socket.socket, bytes]:
+    """Return a connection that has done the handshake, and the bytes that it has sent."""
+    connection = connect(address)
+    handshake = Connector(SECRET, role, link_id)
+    connection.sendall(handshake.hello)
+    answer = b""
+    while len(answer) < handshake.wanted:
+        answer += connection.recv(handshake.wanted - len(answer))
+    proof = handshake.receive(answer)
+    connection.sendall(proof)
+    return connection, handshake.hello + proof
+
+
+def wait_closed(connection: socket.socket) -> None:
+    """Wait until the other side has closed the connection, and close this one."""
+    with connection, suppress(ConnectionResetError, BrokenPipeError):
+        while connection.recv(1 << 16):
+            pass

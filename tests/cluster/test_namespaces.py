@@ -1,0 +1,93 @@
+"""Links between two network namespaces: partitions, one-sided ones, and a slow line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from omni_actors.cluster.pump import Pump
+from tests.cluster.linked_rings import SECRET, WATCHDOG_S, LinkedRings, Losses
+from tests.support.network import Namespace, two_namespaces, why_no_namespaces
+
+pytestmark = pytest.mark.skipif(why_no_namespaces() is not None, reason=str(why_no_namespaces()))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[Namespace, Namespace]]:
+    with two_namespaces() as made:
+        yield made
+
+
+@contextmanager
+def pump_at(node: Namespace, silent_s: float) -> Iterator[tuple[Pump, Losses]]:
+    losses = Losses()
+    with node.entered():
+        pump = Pump(SECRET, node.address, losses, silent_s=silent_s)
+    try:
+        yield pump, losses
+    finally:
+        pump.stop()
+
+
+@contextmanager
+def link_between(
+    nodes: tuple[Namespace, Namespace], silent_s: float
+) -> Iterator[tuple[LinkedRings, tuple[Losses, Losses]]]:
+    """Yield rings whose link has carried a record."""
+    with pump_at(nodes[0], silent_s) as (near, near_losses), pump_at(nodes[1], silent_s) as (far, far_losses):
+        made = LinkedRings(near, far, near_bytes=1 << 20, far_bytes=1 << 20)
+        made.receive()
+        made.send()
+        made.producer.send(b"first")
+        made.consumer.recv(WATCHDOG_S).release()
+        try:
+            yield made, (near_losses, far_losses)
+        finally:
+            made.close()
+
+
+def numbers(made: LinkedRings, pause_s: float) -> list[int]:
+    """Receive until nothing comes for ``pause_s`` seconds. Returns the first word of each record."""
+    found = []
+    while True:
+        try:
+            with made.consumer.recv(pause_s) as frame:
+                found.append(int.from_bytes(frame.data[:4], "little"))
+        except TimeoutError:
+            return found
+
+
+@pytest.mark.parametrize("mute", [(0,), (1,), (0, 1)])
+def test_a_short_partition_only_delays(nodes: tuple[Namespace, Namespace], mute: tuple[int, ...]) -> None:
+    with link_between(nodes, silent_s=15.0) as (made, losses):
+        with ExitStack() as muted:
+            for number in mute:
+                muted.enter_context(nodes[number].muted())
+            for number in range(50):
+                made.producer.send(number.to_bytes(4, "little") + bytes(10_000), timeout=WATCHDOG_S)
+            arrived = numbers(made, 0.3)
+        while len(arrived) < 50:
+            arrived += numbers(made, 0.3)
+        assert arrived == list(range(50))
+        assert not [each for ends in losses for each in ends.all()]
+
+
+@pytest.mark.parametrize("mute", [(0,), (1,), (0, 1)])
+def test_both_ends_report_a_long_partition(nodes: tuple[Namespace, Namespace], mute: tuple[int, ...]) -> None:
+    with link_between(nodes, silent_s=0.5) as (_, losses), ExitStack() as muted:
+        for number in mute:
+            muted.enter_context(nodes[number].muted())
+        assert losses[0].next()[0] == 7
+        assert losses[1].next()[0] == 7
+
+
+def test_a_slow_line_carries_everything(nodes: tuple[Namespace, Namespace]) -> None:
+    with nodes[0].limited(40_000_000), link_between(nodes, silent_s=15.0) as (made, losses):
+        for number in range(20):
+            made.producer.send(number.to_bytes(4, "little") + bytes(100_000), timeout=WATCHDOG_S)
+        for number in range(20):
+            with made.consumer.recv(WATCHDOG_S) as frame:
+                assert int.from_bytes(frame.data[:4], "little") == number
+        assert not [each for ends in losses for each in ends.all()]
