@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import click
 from click.shell_completion import CompletionItem
 
-from omni_actors.config import config_names
 from omni_actors.errors import ConfigError, OmniError
 
 override_option = click.option(
@@ -38,6 +37,8 @@ class PipelineName(click.ParamType[str]):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Return the shipped pipelines whose names begin with ``incomplete``; files, if there is none."""
+        from omni_actors.config import config_names  # imports what only Linux has; `doctor` does without it
+
         names = [CompletionItem(name) for name in config_names() if name.startswith(incomplete)]
         return names or [CompletionItem(incomplete, type="file")]
 

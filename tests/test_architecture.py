@@ -380,7 +380,9 @@ MUST_NOT_LOAD = {
     "omni_actors": HEAVY,
     "omni_actors.system": HEAVY,
     "omni_actors.worker.main": {*HEAVY, "trio"},
-    "omni_actors.cli": HEAVY,
+    "omni_actors.cli": {*HEAVY, "trio", "omni_actors.system"},
+    "omni_actors.cli.ask": HEAVY,
+    "omni_actors.serve.command": HEAVY,
     "omni_actors.turns": {*HEAVY, "trio"},
 }
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from omni_actors.cli import main
-from omni_actors.cli.doctor import libraries, machine, models
+from omni_actors.cli.doctor import libraries, linux, machine, models
 from tests.support.readme import ROOT
 
 
@@ -59,13 +59,13 @@ def test_a_low_limit_of_open_files_is_a_warning() -> None:
 def test_a_kernel_feature_that_is_denied_is_an_error_with_its_use() -> None:
     """Without descriptors, no feature can be tried: each is reported, and none raises."""
     program = (
-        "import resource; from omni_actors.cli.doctor import machine\n"
+        "import resource; from omni_actors.cli.doctor import linux\n"
         "import os; used = len(os.listdir('/proc/self/fd')) - 1\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))\n"
-        "print(*(machine._feature(*each).status for each in machine.FEATURES))"
+        "print(*(linux._feature(*each).status for each in linux.FEATURES))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["error"] * len(machine.FEATURES)
+    assert done.stdout.split() == ["error"] * len(linux.FEATURES)
 
 
 def test_a_pipeline_that_the_user_names_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +97,38 @@ def test_a_version_that_differs_from_the_lock_is_named(monkeypatch: pytest.Monke
     assert finding.status == "warning"
     assert finding.found.startswith("click ")
     assert finding.found.endswith("(tested: 0.1)")
+
+
+OTHER_SYSTEM = """
+import os, platform, signal, sys
+for name in ("fcntl", "resource", "termios", "tty", "pwd", "grp"):
+    sys.modules[name] = None
+for name in ("sched_getaffinity", "eventfd", "memfd_create", "pidfd_open"):
+    delattr(os, name)
+del signal.pidfd_send_signal
+platform.system, platform.machine, platform.release = lambda: "Windows", lambda: "AMD64", lambda: "11"
+from omni_actors.cli import main
+main({arguments!r})
+"""
+"""Takes from a process what only Unix systems have, before it imports the commands. The rest is a real run."""
+
+
+def on_other_system(*arguments: str) -> tuple[int, str, str]:
+    program = OTHER_SYSTEM.format(arguments=list(arguments))
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_another_system_gets_a_report_that_says_what_is_missing() -> None:
+    code, out, err = on_other_system("doctor", "echo", "--json")
+    assert (code, err) == (1, "")
+    looked = {each["name"]: each for each in json.loads(out)["findings"]}
+    assert looked["system"]["status"] == "error"
+    assert looked["system"]["remedy"].startswith("use Linux on x86-64")
+    assert {"Python", "omni-actors"} < looked.keys()
+    code, out, err = on_other_system("top", "--once")
+    assert (code, out) == (1, "")
+    assert err.startswith("Error: this command needs Linux on x86-64")
 
 
 @pytest.mark.voice  # for torch

@@ -5,5 +5,6 @@ Rules
 2. A warning is what some pipelines do without. An error is what no pipeline does without, or what a pipeline that the
    user names needs.
 3. Each warning and each error says what to do.
-4. A library that may crash when it is imported is imported in a process of its own (``libraries.probe``).
+4. On another system than Linux, the report says so, and has what can be known there.
+5. A library that may crash when it is imported is imported in a process of its own (``libraries.probe``).
 """

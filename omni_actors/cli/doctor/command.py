@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import click
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from omni_actors.cli.doctor import libraries, machine, models
+from omni_actors.cli.doctor import libraries, machine
 from omni_actors.cli.doctor.findings import Finding
 from omni_actors.command_line import PIPELINE
 from omni_actors.serve.settings import DEFAULTS
@@ -29,7 +28,7 @@ def doctor(pipelines: tuple[str, ...], port: int, as_json: bool) -> None:
     Each line is OK, a warning (some pipelines do not work, or work slowly) or an error, with what to do. The exit code
     is 1 if there is an error, else 0.
     """
-    checks = itertools.chain(machine.check(port), libraries.check(), models.check(pipelines))
+    checks = _checks(pipelines, port)
     if as_json:
         found = list(checks)
         report = {"errors": _count(found, "error"), "warnings": _count(found, "warning"), "findings": found}
@@ -40,7 +39,16 @@ def doctor(pipelines: tuple[str, ...], port: int, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _print(checks: itertools.chain[Finding]) -> list[Finding]:
+def _checks(pipelines: Sequence[str], port: int) -> Iterator[Finding]:
+    yield from machine.check(port)
+    yield from libraries.check()
+    if machine.is_linux():
+        from omni_actors.cli.doctor import models  # imports the runtime
+
+        yield from models.check(pipelines)
+
+
+def _print(checks: Iterable[Finding]) -> list[Finding]:
     """Print each finding as soon as it is there, and return them all."""
     console = Console(highlight=False, soft_wrap=True)
     found: list[Finding] = []
