@@ -15,6 +15,7 @@ from rich import filesize
 from rich.table import Table
 
 from omni_actors import config as configuration
+from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import notes, run, seconds, wait_ready
 from omni_actors.command_line import PIPELINE, click_errors, override_option, verbose_option
 from omni_actors.output_files import SOUND_SUFFIXES, SoundWriter
@@ -85,7 +86,7 @@ async def _ask(
                 if isinstance(out.delta, str):
                     text.append(out.delta)
                     if not as_json:
-                        click.echo(out.delta, nl=False)
+                        click.echo(clean(out.delta, keep_lines=True), nl=False)
                 elif isinstance(out.delta, AudioChunk) and sound_file is not None:
                     await sound_file.write(out.delta)
         metrics = out.metrics

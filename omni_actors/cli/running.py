@@ -10,15 +10,17 @@ from contextlib import asynccontextmanager, suppress
 
 import trio
 from rich.console import Console
+from rich.text import Text
 
+from omni_actors.cli.plain_text import clean
 from omni_actors.command_line import click_errors
 from omni_actors.errors import OmniError
 from omni_actors.system import OmniSystem
 
 INTERRUPTED = 130
 
-notes = Console(stderr=True, highlight=False)
-"""Reports the work of a command on standard error."""
+notes = Console(stderr=True, highlight=False, markup=False)
+"""Reports the work of a command on standard error, without rich's markup: what it prints may come from others."""
 
 
 def run(
@@ -87,12 +89,14 @@ async def wait_ready(omni: OmniSystem, *, quiet: bool = False) -> None:
     quiet: report nothing. Raises StageFailed, StartTimedOut.
     """
     began = time.monotonic()
-    with notes.status("starting") as status:
+    with notes.status(Text("starting")) as status:
         if quiet:
             status.stop()
         while not omni.health().ready and omni.dead_error is None and omni.start_error is None:
             stages = omni.health().stages
-            status.update("   ".join(f"[bold]{name}[/] {r.note}" for name, each in stages.items() for r in each))
+            doing = [(name, replica.note) for name, replicas in stages.items() for replica in replicas]
+            shown = (Text.assemble((name, "bold"), f" {clean(note)}") for name, note in doing)
+            status.update(Text("   ").join(shown))
             await omni.wait_changed()
     await omni.wait_ready()
     if not quiet:

@@ -2,7 +2,7 @@
 
 Rules
 1. Everything that a server or the network can cause is a ``ServerError`` with one sentence.
-2. Answers are read as they arrive. One event, and the text of one refusal, are bounded.
+2. Answers are read as they arrive. One event, one JSON value, and the text of one refusal are bounded.
 3. Times are given by the caller: a command for people waits longer than a load generator.
 """
 
@@ -14,12 +14,18 @@ from typing import Any, TypeVar
 
 import httpx2
 import msgspec
+import trio
 
+from omni_actors.cli.plain_text import clean
 from omni_actors.errors import OmniError
 
 MAX_EVENT_BYTES = 64 * 2**20
 """A picture comes in one event."""
+MAX_VALUE_BYTES = 4 * 2**20
+"""Of a JSON value that describes the server, such as its list of models."""
 MAX_REFUSAL_BYTES = 64 * 1024
+MAX_KIND, MAX_MESSAGE = 80, 1000
+"""The characters of an error that are kept."""
 CONNECT_TIMEOUT_S = 10.0
 DONE = "[DONE]"
 """What the last event of a stream of completions says."""
@@ -29,15 +35,15 @@ Part = TypeVar("Part")
 
 
 class ServerError(OmniError):
-    """A server did not give an answer.
+    """A server did not give an answer. Its words are cleaned for a terminal, and cut.
 
     Attributes:
         kind: A short name for counting: "429 overloaded", "timeout", "connection", "invalid answer", ….
     """
 
     def __init__(self, kind: str, message: str) -> None:
-        self.kind = kind
-        super().__init__(message)
+        self.kind = clean(kind)[:MAX_KIND]
+        super().__init__(clean(message)[:MAX_MESSAGE])
 
 
 class _ErrorObject(msgspec.Struct):
@@ -62,13 +68,11 @@ class Server:
         self.url, self._http = url, http
 
     async def get(self, path: str) -> Any:
-        """Return the JSON value at ``path``, such as "models". Raises ServerError."""
-        with self._errors():
-            response = await self._http.get(path)
-            if response.status_code != 200:
-                raise refusal(response.status_code, response.content[:MAX_REFUSAL_BYTES])
+        """Return the JSON value at ``path``, such as "models". Raises ServerError, also if it is too large."""
+        async with self.stream("GET", path) as response:
+            body = await read_body(response, MAX_VALUE_BYTES)
         with decoding():
-            return msgspec.json.decode(response.content)
+            return msgspec.json.decode(body)
 
     async def models(self) -> list[str]:
         """Return the names of the server's models. Raises ServerError."""
@@ -97,7 +101,8 @@ class Server:
         with self._errors():
             async with self._http.stream(method, path, **content) as response:
                 if response.status_code != 200:
-                    raise refusal(response.status_code, await _beginning(response))
+                    body, _ = await _beginning(response, MAX_REFUSAL_BYTES)
+                    raise refusal(response.status_code, body)
                 yield response
 
     @contextmanager
@@ -169,13 +174,24 @@ async def events(response: httpx2.Response, decode: Callable[[httpx2.ServerSentE
         raise failure
 
 
-async def _beginning(response: httpx2.Response) -> bytes:
-    data = b""
-    async for piece in response.aiter_bytes():
-        data += piece
-        if len(data) >= MAX_REFUSAL_BYTES:
-            break
-    return data[:MAX_REFUSAL_BYTES]
+async def read_body(response: httpx2.Response, limit: int) -> bytes:
+    """Return a body of at most ``limit`` bytes. Raises ServerError: it is longer; the rest is not read."""
+    body, is_whole = await _beginning(response, limit)
+    if not is_whole:
+        raise ServerError("invalid answer", f"the server's answer is longer than {limit} bytes")
+    return body
+
+
+async def _beginning(response: httpx2.Response, limit: int) -> tuple[bytes, bool]:
+    """Return the first ``limit`` bytes of a body, and whether that is all."""
+    pieces, size = list[bytes](), 0
+    with trio.CancelScope() as scope:  # a cancellation ends the generators inside httpx2; ``break`` would not
+        async for piece in response.aiter_bytes():
+            pieces.append(piece)
+            size += len(piece)
+            if size > limit:
+                scope.cancel()
+    return b"".join(pieces)[:limit], size <= limit
 
 
 def refusal(status: int, body: bytes) -> ServerError:

@@ -15,6 +15,7 @@ import pexpect
 import pytest
 import soundfile
 
+from omni_actors.cli.chat.reader import MAX_MESSAGE_CHARACTERS
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
 from tests.support.readme import ROOT
 
@@ -77,7 +78,13 @@ def exit_code(child: pexpect.spawn[str]) -> int | None:
 def test_a_pipe_gets_the_answers_alone(studio: Server, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     code, out, err = pipe(
-        tmp_path, f"hello\nover \\\ntwo lines\n\n/stats\n/save {saved}\n", "--url", studio.url, "--system", "Be brief."
+        tmp_path,
+        f"hello\nover \\\ntwo lines\n\n/stats\n/save {saved}\n",
+        "--url",
+        studio.url,
+        "--commands",
+        "--system",
+        "Be brief.",
     )
     assert (code, out) == (0, "hellohellohello\n" + 3 * "over \ntwo lines" + "\n"), err
     assert "TTFT" in err
@@ -87,8 +94,39 @@ def test_a_pipe_gets_the_answers_alone(studio: Server, tmp_path: Path) -> None:
     assert messages[3]["content"] == "over \ntwo lines"
 
 
+def test_text_from_a_pipe_is_text(studio: Server, tmp_path: Path) -> None:
+    """A text that was written by others may contain lines that begin with a slash."""
+    secret = tmp_path / "secret.json"
+    code, out, err = pipe(tmp_path, f"/save {secret}\n/quit\n", "--url", studio.url)
+    assert (code, out) == (0, 3 * f"/save {secret}" + "\n" + 3 * "/quit" + "\n"), err
+    assert not secret.exists()
+
+
+def test_a_message_that_is_too_long_is_not_sent_and_the_next_one_is(studio: Server, tmp_path: Path) -> None:
+    """The line is longer than the reader's bound; what is beyond it is no message of its own."""
+    code, out, err = pipe(tmp_path, "x" * (MAX_MESSAGE_CHARACTERS + 100) + "\nhello\n", "--url", studio.url)
+    assert (code, out) == (1, "hellohellohello\n")
+    assert err == f"a message is longer than {MAX_MESSAGE_CHARACTERS} characters; it was not sent\n"
+    parts = ("y" * (MAX_MESSAGE_CHARACTERS // 2) + "\\\n") * 3
+    code, out, err = pipe(tmp_path, f"{parts}end\nhello\n", "--url", studio.url)
+    assert (code, out) == (1, "hellohellohello\n"), "the parts of one message count together"
+
+
+def test_bytes_that_are_no_text_do_not_end_the_conversation(studio: Server, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*PROGRAM, "--url", studio.url],
+        input=b"a\xff\r\nhello",
+        env=environment(tmp_path),
+        cwd=ROOT,
+        capture_output=True,
+        timeout=WATCHDOG_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.decode()) == (0, "a\ufffd" * 3 + "\nhellohellohello\n"), done.stderr
+
+
 def test_a_local_pipeline_is_served_for_the_conversation(tmp_path: Path) -> None:
-    code, out, err = pipe(tmp_path, "hello\n/model\n/quit\nnever sent\n", "echo")
+    code, out, err = pipe(tmp_path, "hello\n/model\n/quit\nnever sent\n", "echo", "--commands")
     assert (code, out) == (0, "hello\n"), err
     assert "* echo" in err
 
@@ -96,7 +134,7 @@ def test_a_local_pipeline_is_served_for_the_conversation(tmp_path: Path) -> None
 def test_a_spoken_question_and_a_spoken_answer(studio: Server, recording: Callable[..., bytes], tmp_path: Path) -> None:
     question = tmp_path / "question.wav"
     question.write_bytes(recording())
-    code, out, err = pipe(tmp_path, f"/audio {question}\n", "--url", studio.url, "-o", str(tmp_path))
+    code, out, err = pipe(tmp_path, f"/audio {question}\n", "--url", studio.url, "--commands", "-o", str(tmp_path))
     assert code == 0, err
     assert out.strip(), "what was attached is sent at the end of the input"
     samples, rate = soundfile.read(tmp_path / "answer-1.wav")
@@ -126,7 +164,7 @@ def test_a_player_gets_the_sound_that_is_written(studio: Server, tmp_path: Path)
 
 def test_what_fails_is_one_line_and_the_conversation_goes_on(studio: Server, tmp_path: Path) -> None:
     lines = "/nonsense\n/audio nowhere.wav\n/audio setup.py\n/model other\n/save /no/such/place\nhello\n"
-    code, out, err = pipe(tmp_path, lines, "--url", studio.url)
+    code, out, err = pipe(tmp_path, lines, "--url", studio.url, "--commands")
     assert (code, out) == (1, "hellohellohello\n")
     assert [line.partition(":")[0] for line in err.splitlines()][:2] == [
         "there is no command /nonsense; /help lists them",
@@ -149,7 +187,7 @@ def test_a_key_is_needed_where_the_server_has_one(slow: Server, tmp_path: Path) 
     code, _, err = pipe(tmp_path, "hello\n", "--url", slow.url)
     assert code == 1
     assert "status 401" in err
-    code, _, err = pipe(tmp_path, "/model\n", "--url", slow.url, OMNI_ACTORS_API_KEY="sesame")
+    code, _, err = pipe(tmp_path, "/model\n", "--url", slow.url, "--commands", OMNI_ACTORS_API_KEY="sesame")
     assert (code, err.strip()) == (0, "* studio")
 
 
@@ -192,6 +230,24 @@ def test_history_and_several_lines_at_the_prompt(
     history = tmp_path / "state" / "omni_actors" / "chat_history"
     assert "+one\n+two\n" in history.read_text()
     assert history.stat().st_mode & 0o777 == 0o600
+
+
+def test_without_a_place_for_the_history_the_prompt_works(
+    studio: Server, terminal: Callable[..., pexpect.spawn[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "state").write_text("a file where the directory should be")
+    child = terminal("--url", studio.url)
+    child.expect("your messages are not kept for later: ")
+    child.expect(PROMPT)
+    child.send("hello\r")
+    child.expect("hellohellohello")
+    child.expect(PROMPT)
+    child.send("\x1b[A")  # arrow up: the message before, of this conversation
+    child.send("!\r")
+    child.expect("hello!hello!hello!")
+    child.expect(PROMPT)
+    child.sendeof()
+    assert exit_code(child) == 0
 
 
 def test_a_signal_at_the_prompt_restores_the_terminal(

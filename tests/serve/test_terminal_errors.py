@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from omni_actors.cli import main
 from omni_actors.cli.bench.self_test import bare_server
-from omni_actors.cli.server_client import ServerError
+from omni_actors.cli.server_client import MAX_EVENT_BYTES, MAX_VALUE_BYTES, ServerError
 
 WATCHDOG_S = 60.0
 REFUSAL = (503, b'{"error": {"message": "busy", "code": "overloaded"}}')
@@ -49,7 +49,8 @@ class Scripted:
 
             def reply(self, status: int, body: bytes) -> None:
                 self.send_response(status)
-                self.send_header("content-type", "text/event-stream" if body.startswith(b"data") else "text/plain")
+                is_stream = body.startswith((b"data", b"event"))
+                self.send_header("content-type", "text/event-stream" if is_stream else "text/plain")
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -110,11 +111,89 @@ def test_after_a_failure_the_conversation_is_as_before(
 ) -> None:
     (tmp_path / "q.wav").write_bytes(recording())
     scripted.answers = [failure, answered({"content": "yes"})]
-    chat(scripted, f"/audio {tmp_path}/q.wav\nfirst\nagain\n")
+    chat(scripted, f"/audio {tmp_path}/q.wav\nfirst\nagain\n", "--commands")
     first, again = (body["messages"] for body in scripted.bodies)
     assert len(first) == len(again) == 1
     assert again[0]["content"][:-1] == first[0]["content"][:-1], "the sound goes with the next message"
     assert again[0]["content"][-1]["text"] == "again"
+
+
+HOSTILE = "[red]evil[/] \x1b]0;title\x07\x9b2J\u202egnp.exe\r\nand [bold]more"
+CLEANED = "[red]evil[/] ]0;title2Jgnp.exe and [bold]more"
+"""As it must be printed: visible, in one line, and without effect."""
+
+
+def hostile_refusal() -> tuple[int, bytes]:
+    return 400, json.dumps({"error": {"message": HOSTILE, "code": HOSTILE}}).encode()
+
+
+@pytest.fixture
+def hostile(scripted: Scripted) -> Scripted:
+    scripted.listed = json.dumps({"data": [{"id": HOSTILE}]}).encode()
+    return scripted
+
+
+def is_harmless(result: Result) -> bool:
+    return not set("\x1b\x07\x9b\u202e\r") & set(result.stdout + result.stderr)
+
+
+def test_texts_of_a_server_do_not_control_the_terminal_of_chat(hostile: Scripted) -> None:
+    hostile.answers = [answered({"content": HOSTILE}), hostile_refusal()]
+    result = chat(hostile, "one\ntwo\n/model\n/model other\n", "--commands")
+    assert is_harmless(result), repr(result.output)
+    assert result.stdout.startswith("[red]evil[/] ]0;title2Jgnp.exe\nand [bold]more\n"), "an answer keeps its lines"
+    unwrapped = result.stderr.replace("\n", " ")
+    assert f"{CLEANED} (status 400)" in unwrapped
+    assert f"* {CLEANED}" in unwrapped
+    assert "there is no model 'other'" in unwrapped
+    assert [body["model"] for body in hostile.bodies] == [HOSTILE, HOSTILE], "the server gets its own name back"
+
+
+def test_texts_of_a_server_do_not_control_the_terminal_of_bench(hostile: Scripted) -> None:
+    hostile.answers = [hostile_refusal()] * 2
+    arguments = ["bench", "--url", hostile.url, "--requests", "2", "--warmup", "0"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert is_harmless(result), repr(result.output)
+    assert f"errors: 2 × 400 {CLEANED}" in result.stdout
+
+
+def test_texts_of_a_server_do_not_control_the_terminal_of_top(hostile: Scripted) -> None:
+    replica = {"state": HOSTILE, "generation": 1, "restarts": 0, "requests": 0, "note": HOSTILE, "standby": False}
+    stage = {
+        "engine": HOSTILE,
+        "wanted": 1,
+        "accepts": [],
+        "inputs": [],
+        "replicas": {"0": replica},
+        "step_timeout_s": 1.0,
+    }
+    request = {"name": HOSTILE, "state": "failed", "submitted": 0.0, "stages": [], "bars": [], "total_s": 1.0}
+    failure = {"type": "E", "message": HOSTILE}
+    state = {"at": 0.0, "pipeline": HOSTILE, "ready": True, "errored": True, "error": HOSTILE, "in_flight": 0}
+    state |= {"waiting": 0, "max_requests": 1, "rings": {}, "stages": {HOSTILE: stage}}
+    state["requests"] = {"r": {**request, "failure": failure}}
+    hostile.listed = b"event: state\ndata: " + json.dumps(state).encode() + b"\n\n"
+    result = CliRunner().invoke(main, ["top", "--url", hostile.url, "--once", "--interval", "0.1"])
+    assert hostile.listed.startswith(b"event")
+    assert result.exit_code == 0, result.stderr
+    assert is_harmless(result), repr(result.output)
+    assert result.stdout.startswith(f"{CLEANED} at ")
+    assert result.stdout.count("[red]evil[/]") >= 5
+
+
+def test_a_list_of_models_without_end_is_refused(scripted: Scripted) -> None:
+    scripted.listed = b'{"data": [' + b'{"id": "m"},' * (MAX_VALUE_BYTES // 12) + b'{"id": "m"}]}'
+    result = chat(scripted, "one\n")
+    assert result.exit_code == 1
+    assert result.stderr == f"Error: the server's answer is longer than {MAX_VALUE_BYTES} bytes\n"
+
+
+def test_a_picture_without_end_is_an_error_of_its_kind(scripted: Scripted) -> None:
+    scripted.answers = [(200, b'{"data": "' + b"x" * MAX_EVENT_BYTES + b'"}')]
+    arguments = ["bench", "--url", scripted.url, "--endpoint", "images", "--requests", "1", "--warmup", "0"]
+    result = CliRunner().invoke(main, arguments)
+    assert "errors: 1 × invalid answer" in result.stdout
 
 
 def test_a_warm_up_that_takes_too_long_is_one_sentence() -> None:

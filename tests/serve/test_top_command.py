@@ -67,6 +67,23 @@ def test_a_server_that_is_not_there_and_a_pipe_are_one_sentence() -> None:
     assert "--once" in result.stderr
 
 
+def test_a_narrow_terminal_shows_whole_cells_of_what_matters_most(studio: Server) -> None:
+    body = {"model": "studio", "messages": [{"role": "user", "content": "hello"}]}
+    answer = studio.http.post("/v1/chat/completions", json=body).json()
+    arguments = ["top", "--url", studio.url, "--once", "--interval", "0.1"]
+    result = CliRunner().invoke(main, arguments, env={"COLUMNS": "80"})
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "…" in line and "failed" not in line], "only the reason of a failure is cut"
+    assert re.search(rf"mind\.0 +ready +{studio.pid_of('mind')} ", result.stdout)
+    assert re.search(r"mind\.0 → mouth\.0 +·{10} .* 0 bytes +0\.0", result.stdout)
+    [row] = [line for line in lines if line.startswith(answer["id"][:17])]
+    assert len(re.findall("█", row)) >= 12, "the bar has what is left"
+    narrow = CliRunner().invoke(main, arguments, env={"COLUMNS": "40"}).stdout
+    assert max(map(len, narrow.splitlines()[1:])) <= 40 + len(studio.url), narrow
+
+
 @pytest.fixture
 def terminal() -> Iterator[list[pexpect.spawn[str]]]:
     started: list[pexpect.spawn[str]] = []

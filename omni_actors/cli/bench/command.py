@@ -12,12 +12,14 @@ from typing import Any, get_args
 import click
 import msgspec
 from rich.status import Status
+from rich.text import Text
 
 from omni_actors.cli.bench import report, self_test
 from omni_actors.cli.bench.endpoints import ENDPOINTS, Ask
 from omni_actors.cli.bench.generator import Load, Run, run_load
 from omni_actors.cli.bench.summary import BOUNDED, Summary, summarize
 from omni_actors.cli.bench.workload import Arrivals, DatasetError, Prompt, made_prompts, read_dataset, repeated
+from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import notes, run
 from omni_actors.cli.server_client import open_server
 from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION
@@ -98,7 +100,7 @@ def bench(
         ):
             name = self_test.MODEL if tests_itself else model or await server.first_model()
             ask = Ask(model=name, extra=fields, **asked)
-            with notes.status(f"asking {name} at {address}") as status:
+            with notes.status(Text(f"asking {clean(name)} at {address}")) as status:
                 done = await run_load(server, load, ask, prompts, partial(_show, status, load))
         found.append(summarize(done, load, bounds))
         files.write(done, found[0])
@@ -110,7 +112,7 @@ def bench(
 
 
 def _show(status: Status, load: Load, ended: int) -> None:
-    status.update(f"{report.load_words(load)}: {ended} of {load.requests} requests have ended")
+    status.update(Text(f"{report.load_words(load)}: {ended} of {load.requests} requests have ended"))
 
 
 class _Files:

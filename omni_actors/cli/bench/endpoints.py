@@ -18,7 +18,7 @@ import msgspec
 from omni_actors.cli.answer_events import answer_part
 from omni_actors.cli.bench.workload import Prompt
 from omni_actors.cli.measurement import Measurement
-from omni_actors.cli.server_client import ServerError, decoding, events
+from omni_actors.cli.server_client import MAX_EVENT_BYTES, ServerError, decoding, events, read_body
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,14 +80,14 @@ async def _read_transcript(response: httpx2.Response, measurement: Measurement) 
             measurement.is_complete |= event.type == "transcript.text.done"
     else:
         with decoding():
-            msgspec.json.decode(await response.aread(), type=_TranscriptEvent)
+            msgspec.json.decode(await read_body(response, MAX_EVENT_BYTES), type=_TranscriptEvent)
         measurement.add_text(time.monotonic())
         measurement.is_complete = True
 
 
 async def _read_whole(response: httpx2.Response, measurement: Measurement) -> None:
     with decoding():
-        msgspec.json.decode(await response.aread())
+        msgspec.json.decode(await read_body(response, MAX_EVENT_BYTES))
     measurement.is_complete = True
 
 

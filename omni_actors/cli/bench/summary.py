@@ -14,7 +14,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 class FigureKind(msgspec.Struct, frozen=True):
-    """title: what the figure is. unit: "s" or "". scale: what a value is multiplied with in a table."""
+    """title: what the figure is. unit: "s" or ""."""
 
     title: str
     unit: str = "s"

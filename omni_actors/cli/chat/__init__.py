@@ -6,4 +6,5 @@ Rules
 2. Ctrl-C stops an answer. What was received of it stays in the conversation. At the prompt, Ctrl-C clears the line.
 3. Standard output has the answers alone. Everything else is on standard error, so that a pipe gets text.
 4. Text of a server is printed without control characters: an answer cannot change the terminal.
+5. Text from a pipe is text, also a line that begins with "/", unless the user asks for commands (``--commands``).
 """

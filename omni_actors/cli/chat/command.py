@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.text import Text
 
 from omni_actors import config as configuration
 from omni_actors.cli.chat.commands import COMMANDS, Quit, execute
-from omni_actors.cli.chat.reader import PipeReader, Reader
+from omni_actors.cli.chat.reader import MessageTooLong, PipeReader, Reader
 from omni_actors.cli.chat.session import Session, Speech
 from omni_actors.cli.chat.sound import PLAYERS, find_player
+from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import helper_tasks, notes, run
 from omni_actors.cli.server_client import ServerError, open_server
 from omni_actors.command_line import (
@@ -53,6 +55,7 @@ _Address = tuple[str, str | None]
 @click.option("--voice", default="alloy", show_default=True, help="The voice of spoken answers.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="Temperature of sampling; 0 is greedy.")
+@click.option("--commands", "has_commands", is_flag=True, help="In a pipe, run lines that begin with a slash.")
 @verbose_option
 @override_option
 def chat(
@@ -65,14 +68,16 @@ def chat(
     play: bool,
     folder: Path | None,
     voice: str,
+    has_commands: bool,
     verbose: bool,
     assignments: tuple[str, ...],
     **params: Any,
 ) -> None:
     """Talk to a PIPELINE, which is run here, or to the server at --url.
 
-    On a terminal there is a prompt; /help lists its commands. From a pipe, each line of standard input is a message.
-    With a pipe, the exit code is 1 if a message got no answer.
+    On a terminal there is a prompt; /help lists its commands. From a pipe, each line of standard input is a message,
+    also one that begins with a slash, unless there is --commands. With a pipe, the exit code is 1 if a message got no
+    answer.
     """
     if pipeline is not None and url is not None:
         raise click.UsageError("give a PIPELINE or --url, not both")
@@ -84,7 +89,8 @@ def chat(
     parameters = {name: value for name, value in params.items() if value is not None}
     with click_errors():
         loaded = configuration.load(pipeline, configuration.parse_overrides(assignments)) if pipeline else None
-    talk = _Talk(model, partial(Session, speech=speech, parameters=parameters, system=system))
+    open_session = partial(Session, speech=speech, parameters=parameters, system=system)
+    talk = _Talk(model, open_session, has_commands=has_commands)
     where = _local_server(loaded) if loaded is not None else nullcontext((url or URL, api_key))
     run(partial(talk.run, where), verbose=verbose, on_interrupt=talk.stop_answer)
     if talk.has_failed and not talk.is_terminal:
@@ -95,12 +101,14 @@ class _Talk:
     """Reads messages, and has them answered.
 
     model: the model; None: the server's first one. open_session: makes a session with a server and a model.
+    has_commands: whether a line from a pipe may be a command. At a prompt it always may.
     """
 
-    def __init__(self, model: str | None, open_session: partial[Session]) -> None:
+    def __init__(self, model: str | None, open_session: partial[Session], *, has_commands: bool) -> None:
         self._model, self._open_session = model, open_session
         self._session: Session | None = None
         self.is_terminal = sys.stdin.isatty()
+        self._has_commands = has_commands or self.is_terminal
         self.has_failed = False
         """Whether a message got no answer, or a command failed."""
 
@@ -113,7 +121,7 @@ class _Talk:
             model = self._model or await server.first_model()
             self._session = self._open_session(server, model)
             if self.is_terminal:
-                notes.print(f"[bold]{model}[/] at {url}; /help lists the commands")
+                notes.print(Text.assemble((clean(model), "bold"), f" at {url}; /help lists the commands"))
             await self._converse(self._session, _terminal_reader() if self.is_terminal else PipeReader())
 
     async def _converse(self, session: Session, reader: Reader) -> None:
@@ -124,10 +132,13 @@ class _Talk:
             except KeyboardInterrupt:
                 notes.print("Ctrl-D or /quit ends", style="dim")
                 continue
+            except MessageTooLong as error:
+                self._report(error)
+                continue
             if line is None and (was_refused or not session.conversation.attached):
                 return
             try:
-                if line is not None and line.startswith("/"):
+                if line is not None and line.startswith("/") and self._has_commands:
                     await execute(session, line)
                 elif (line or "").strip() or session.conversation.attached:
                     await session.ask((line or "").strip())
@@ -135,16 +146,20 @@ class _Talk:
             except Quit:
                 return
             except OmniError as error:
-                self.has_failed, was_refused = True, isinstance(error, ServerError)
-                notes.print(str(error), style="red", markup=False)
+                self._report(error)
+                was_refused = isinstance(error, ServerError)
             if line is None:
                 return
 
+    def _report(self, error: OmniError) -> None:
+        self.has_failed = True
+        notes.print(clean(str(error)), style="red")
+
 
 def _terminal_reader() -> Reader:
-    from omni_actors.cli.chat.terminal import TerminalReader, history_file  # takes 50 ms; pipes need no prompt
+    from omni_actors.cli.chat.terminal import TerminalReader, open_history  # takes 50 ms; pipes need no prompt
 
-    return TerminalReader(list(COMMANDS), history_file())
+    return TerminalReader(list(COMMANDS), open_history())
 
 
 @asynccontextmanager
@@ -154,7 +169,7 @@ async def _local_server(pipeline: configuration.Pipeline) -> AsyncIterator[_Addr
 
     settings = ServerSettings(port=0, api_key=secrets.token_urlsafe())
     async with helper_tasks() as nursery:
-        with notes.status(f"starting {pipeline.name}"):
+        with notes.status(Text(f"starting {pipeline.name}")):
             start = partial(serve, pipeline, settings, announce=lambda _: None, handles_signals=False)
             url: str = await nursery.start(start)
         yield url, settings.api_key

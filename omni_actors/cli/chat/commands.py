@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from omni_actors.cli.chat.session import Session
+from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import notes
 from omni_actors.errors import OmniError
 
@@ -45,14 +46,14 @@ def _path(argument: str) -> Path:
 
 async def _help(session: Session, argument: str) -> None:
     for name, command in COMMANDS.items():
-        notes.print(f"{name} {command.usage}".ljust(16) + command.help, markup=False)
-    notes.print("A line that ends with \\ goes on in the next one. Ctrl-C stops an answer, Ctrl-D ends.", markup=False)
+        notes.print(f"{name} {command.usage}".ljust(16) + command.help)
+    notes.print("A line that ends with \\ goes on in the next one. Ctrl-C stops an answer, Ctrl-D ends.")
 
 
 async def _system(session: Session, argument: str) -> None:
     if argument:
         session.conversation.system = argument
-    notes.print(session.conversation.system or "there are no instructions", style="dim", markup=False)
+    notes.print(session.conversation.system or "there are no instructions", style="dim")
 
 
 async def _audio(session: Session, argument: str) -> None:
@@ -71,7 +72,7 @@ async def _save(session: Session, argument: str) -> None:
         session.conversation.save(path)
     except OSError as error:
         raise CommandFailed(f"{path}: {error.strerror}") from error
-    notes.print(f"saved: {path}", style="dim", markup=False)
+    notes.print(f"saved: {path}", style="dim")
 
 
 async def _reset(session: Session, argument: str) -> None:
@@ -86,12 +87,12 @@ async def _model(session: Session, argument: str) -> None:
             raise CommandFailed(f"there is no model {argument!r}; the server has {', '.join(known)}")
         session.model = argument
     for name in known:
-        notes.print(("* " if name == session.model else "  ") + name, markup=False)
+        notes.print(("* " if name == session.model else "  ") + clean(name))
 
 
 async def _stats(session: Session, argument: str) -> None:
     for line in session.statistics():
-        notes.print(line, markup=False)
+        notes.print(line)
 
 
 async def _quit(session: Session, argument: str) -> None:

@@ -15,10 +15,9 @@ from omni_actors.cli.answer_events import AnswerPart, answer_part
 from omni_actors.cli.chat.conversation import Conversation
 from omni_actors.cli.chat.sound import CannotWriteSound, SoundSink, sound_sink
 from omni_actors.cli.measurement import Measurement
+from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import notes
 from omni_actors.cli.server_client import Server, ServerError, events
-
-CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Speech(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,13 +109,13 @@ class Session:
             if not measurement.is_complete:
                 raise ServerError("incomplete answer", "the connection ended before the answer did")
         if path is not None and measurement.sound_s and sink.failure is None:
-            notes.print(f"\n{path}: {measurement.sound_s:.1f} s of speech", style="dim", markup=False)
+            notes.print(f"\n{path}: {measurement.sound_s:.1f} s of speech", style="dim")
         return sink.failure
 
     async def _show(self, part: AnswerPart, texts: list[str], sink: SoundSink) -> None:
         if part.text:
             texts.append(part.text)
-            click.echo(part.text.translate(CONTROL), nl=False)
+            click.echo(clean(part.text, keep_lines=True), nl=False)
         if part.sound:
             await sink.write(part.sound)
         if part.pictures:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import trio
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
-from prompt_toolkit.history import FileHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from omni_actors.cli.chat.reader import CONTINUES
+from omni_actors.cli.running import notes
 
 HISTORY_BYTES = 256 * 1024
 """When the history is larger, its older half is dropped."""
@@ -22,13 +24,13 @@ class TerminalReader:
 
     Args:
         commands: The words to complete.
-        history: The file that keeps the messages.
+        history: What keeps the messages.
     """
 
-    def __init__(self, commands: list[str], history: Path) -> None:
+    def __init__(self, commands: list[str], history: History) -> None:
         self._session: PromptSession[str] = PromptSession(
             "> ",
-            history=FileHistory(_prepared(history)),
+            history=history,
             completer=WordCompleter(commands, sentence=True),
             key_bindings=_keys(),
             multiline=True,
@@ -81,16 +83,38 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def history_file() -> Path:
-    """Return the file of earlier messages: below ``$XDG_STATE_HOME``, else ``~/.local/state``."""
+class _KeptHistory(FileHistory):
+    """Keeps the messages in a file, as long as the file can be written."""
+
+    def store_string(self, string: str) -> None:
+        """Add a message to the file. If that fails (the disk is full), the message is kept until the program ends."""
+        with suppress(OSError):
+            super().store_string(string)
+
+
+def open_history() -> History:
+    """Return the messages of earlier conversations. If their file cannot be used, say so, and return none."""
+    try:
+        return _KeptHistory(_prepared(_history_file()))
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        notes.print(f"your messages are not kept for later: {error}", style="dim")
+        return InMemoryHistory()
+
+
+def _history_file() -> Path:
+    """Return the file of earlier messages: below ``$XDG_STATE_HOME``, else ``~/.local/state``.
+
+    Raises RuntimeError: there is neither.
+    """
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "omni_actors" / "chat_history"
 
 
 def _prepared(history: Path) -> Path:
-    """Make the file, which only the user may read, or drop the older half of a large one. Return it."""
+    """Make the file, which only the user may read, or drop the older half of a large one. Return it. Raises OSError."""
     history.parent.mkdir(parents=True, exist_ok=True)
     history.touch(mode=0o600)
+    history.open("a+b").close()  # it can be read and written
     if history.stat().st_size > HISTORY_BYTES:
         _, found, newer = history.read_bytes()[-HISTORY_BYTES // 2 :].partition(b"\n\n# ")  # the start of an entry
         history.write_bytes(b"\n# " + newer if found else b"")

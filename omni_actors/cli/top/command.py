@@ -13,18 +13,20 @@ from functools import partial
 
 import click
 import trio
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
-from omni_actors.cli.running import run
-from omni_actors.cli.server_client import ServerError, open_server
+from omni_actors.cli.running import helper_tasks, run
+from omni_actors.cli.server_client import open_server
 from omni_actors.cli.top.rates import Rates
-from omni_actors.cli.top.screen import screen
+from omni_actors.cli.top.screen import Space, screen
 from omni_actors.cli.top.source import StateSource
 from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION
 
 SILENCE_S = 30.0
 """A server that sends nothing for so long is lost: it sends a comment every ten seconds."""
+WIDTH_OF_A_FILE = 200
+"""The columns of a screen that goes to a pipe or a file: everything fits."""
 QUIT = b"q\x03\x04"
 """The keys that end the command: q, Ctrl-C, Ctrl-D."""
 
@@ -41,6 +43,8 @@ def top(url: str | None, api_key: str | None, pipeline: str | None, interval: fl
     The server must be one of omni_actors. Without a terminal, use --once.
     """
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH_OF_A_FILE
     if not once and not (console.is_terminal and sys.stdin.isatty()):
         raise click.UsageError("standard input and output must be a terminal; --once prints one screen")
     run(partial(_Top(console, url or URL, interval).run, api_key, pipeline, once=once))
@@ -53,26 +57,17 @@ class _Top:
 
     async def run(self, api_key: str | None, pipeline: str | None, *, once: bool) -> None:
         """Show the state until a key ends it. Raises ServerError: the first connection failed."""
-        failure: ServerError | None = None
-        async with open_server(self._url, api_key, read_timeout_s=SILENCE_S) as server:
+        async with open_server(self._url, api_key, read_timeout_s=SILENCE_S) as server, helper_tasks() as nursery:
             source = StateSource(server, pipeline)
-            async with trio.open_nursery() as nursery:
-                show = self._once if once else self._live
-                nursery.start_soon(show, source, nursery.cancel_scope)
-                try:
-                    await source.follow()
-                except ServerError as error:
-                    failure = error  # raised below, outside the nursery's exception group
-                    nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+            nursery.start_soon(self._once if once else self._live, source, nursery.cancel_scope)
+            await source.follow()
 
     async def _once(self, source: StateSource, scope: trio.CancelScope) -> None:
         await source.arrived.wait()
         self._update(source)
         await trio.sleep(self._interval)
         self._update(source)
-        self._draw(source, self._console, lines=None)
+        self._console.print(self._screen(source, lines=None), no_wrap=True, crop=False)
         scope.cancel()
 
     async def _live(self, source: StateSource, scope: trio.CancelScope) -> None:
@@ -83,20 +78,17 @@ class _Top:
                 with Live(console=self._console, screen=True, auto_refresh=False) as live:
                     while True:
                         self._update(source)
-                        self._draw(source, live, lines=self._console.height)
+                        live.update(self._screen(source, lines=self._console.height), refresh=True)
                         await trio.sleep(self._interval)
 
     def _update(self, source: StateSource) -> None:
         assert source.state is not None
         self._rates.update(source.state, time.monotonic())
 
-    def _draw(self, source: StateSource, where: Live | Console, *, lines: int | None) -> None:
+    def _screen(self, source: StateSource, *, lines: int | None) -> RenderableType:
         assert source.state is not None
-        shown = screen(source.state, self._rates, now=source.now(), url=self._url, lost=source.lost, lines=lines)
-        if isinstance(where, Live):
-            where.update(shown, refresh=True)
-        else:
-            where.print(shown, no_wrap=True, crop=False)
+        space = Space(self._console.width, lines)
+        return screen(source.state, self._rates, now=source.now(), url=self._url, lost=source.lost, space=space)
 
 
 async def _wait_quit(keys: int, scope: trio.CancelScope) -> None:

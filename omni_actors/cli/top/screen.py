@@ -1,6 +1,13 @@
-"""The live state as tables for a terminal."""
+"""The live state as tables for a terminal, of any width.
+
+A column has a rank. While the columns do not fit, the one with the highest rank is left out. The last column of a table
+takes the space that is left. No cell is read as rich's markup.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from rich import filesize
 from rich.console import Group, RenderableType
@@ -33,28 +40,50 @@ BAR_STYLES = {
     "lost": "red",
     "resume": "blue",
 }
-BAR_WIDTH = 32
+BAR_WIDTH, SHORTEST_BAR = 32, 12
+NOTE_WIDTH = 24
+"""The space that a note gets before columns of rank 1 and higher."""
 FILL_WIDTH = 10
-FRAME_LINES = 9
-"""Lines that are not rows: the head, the heads of the tables, and the legend."""
+GAP = 2
+"""Spaces between two columns."""
+NAME_WIDTH, SHORT_NAME_WIDTH = 48, 17
+"""The most characters of a request's name, and those in a terminal with fewer than ``WIDE`` columns."""
+WIDE = 110
+FRAME_LINES = 8
+"""Lines that are not rows: the heads of the tables with the empty lines before them, the legend, and one to spare."""
 
 
-def screen(
-    state: LiveState, rates: Rates, *, now: float, url: str, lost: str | None, lines: int | None
-) -> RenderableType:
-    """Return the screen. now: the server's Unix time. lines: rows that fit; None: all. lost: why the state is old."""
-    stages = _stages(state, now)
-    left = None if lines is None else max(0, lines - FRAME_LINES - stages.row_count)
-    rings = _rings(state, rates, left)
-    requests = _requests(state, now, None if left is None else max(0, left - rings.row_count))
+class Space(NamedTuple):
+    """columns: of the terminal. lines: of the terminal; None: no limit."""
+
+    columns: int
+    lines: int | None
+
+
+class _Column(NamedTuple):
+    """rank: when the column is left out, if there is too little space; 0: never."""
+
+    title: str
+    rank: int = 0
+    is_number: bool = False
+
+
+def screen(state: LiveState, rates: Rates, *, now: float, url: str, lost: str | None, space: Space) -> RenderableType:
+    """Return the screen. now: the server's Unix time. lost: why the state is old; None: it is not."""
+    head = _head(state, rates, url, lost)
+    head_lines = sum(max(1, -(-line.cell_len // space.columns)) for line in head.split("\n"))
+    stages = _stages(state, now, space.columns)
+    left = None if space.lines is None else max(0, space.lines - FRAME_LINES - head_lines - stages.row_count)
+    rings = _rings(state, rates, left, space.columns)
+    requests = _requests(state, now, None if left is None else max(0, left - rings.row_count), space.columns)
     parts = [part for table in (stages, rings, requests) if table.row_count for part in (Text(), table)]
     legend = Text("  ").join(Text(kind, style) for kind, style in BAR_STYLES.items())
-    return Group(_head(state, rates, url, lost), *parts, *([legend] if requests.row_count else []))
+    return Group(head, *parts, *([legend] if requests.row_count else []))
 
 
 def _head(state: LiveState, rates: Rates, url: str, lost: str | None) -> Text:
     status = ("failed", "bold red") if state.errored else ("ready", "green") if state.ready else ("not ready", "yellow")
-    head = Text.assemble((state.pipeline, "bold"), f" at {url}  ", status)
+    head = Text.assemble((state.pipeline, "bold"), f" at {url}  ", status, overflow="fold")
     head.append(f"   requests {state.in_flight}/{state.max_requests}, {state.waiting} waiting")
     if rates.requests_s is not None:
         head.append(f", {rates.requests_s:.1f} ended/s")
@@ -65,29 +94,58 @@ def _head(state: LiveState, rates: Rates, url: str, lost: str | None) -> Text:
     return head
 
 
-def _table(title: str, *columns: str) -> Table:
-    """Return a table. Columns whose names begin with ">" are aligned to the right."""
+def _fit(columns: Sequence[_Column], rows: Sequence[Sequence[Text]], width: int, rest: int) -> tuple[list[int], int]:
+    """Return the numbers of the columns that fit beside ``rest`` cells, and the cells that are left beside them."""
+    widths = [
+        max([len(column.title), *(row[number].cell_len for row in rows)]) + GAP for number, column in enumerate(columns)
+    ]
+    shown = list(range(len(columns)))
+    for number in sorted(shown, key=lambda each: -columns[each].rank):
+        if columns[number].rank == 0 or sum(widths[each] for each in shown) + rest <= width:
+            break
+        shown.remove(number)
+    return shown, width - sum(widths[each] for each in shown)
+
+
+def _table(columns: Sequence[_Column]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for number, column in enumerate((title, *columns)):
-        is_number = column.startswith(">")
+    for number, column in enumerate(columns):
         table.add_column(
-            column.removeprefix(">"),
-            justify="right" if is_number else "left",
-            style="bold" if not number else "",
+            Text(column.title),
+            justify="right" if column.is_number else "left",
+            style="" if number else "bold",
             no_wrap=True,
         )
     return table
 
 
-def _stages(state: LiveState, now: float) -> Table:
-    table = _table("stage", "engine", "state", ">pid", ">generation", ">restarts", ">requests", ">load", "note")
+STAGE_COLUMNS = (
+    _Column("stage"),
+    _Column("engine", 5),
+    _Column("state"),
+    _Column("pid", 2, True),
+    _Column("generation", 4, True),
+    _Column("restarts", 1, True),
+    _Column("requests", 1, True),
+    _Column("load", 3, True),
+)
+
+
+def _stages(state: LiveState, now: float, width: int) -> Table:
+    rows, notes = list[list[Text]](), list[Text]()
     for name, stage in state.stages.items():
         for number, replica in stage.replicas.items():
             label = f"{name}.{number}" + (" (standby)" if replica.standby else "")
             load = "" if replica.load_s is None else f"{replica.load_s:.1f} s"
             counts = (replica.pid or "", replica.generation, replica.restarts, replica.requests)
             status = Text(replica.state, STATE_STYLES.get(replica.state, ""))
-            table.add_row(label, stage.engine, status, *map(str, counts), load, _note(replica, now))
+            rows.append([Text(label), Text(stage.engine), status, *(Text(str(each)) for each in counts), Text(load)])
+            notes.append(_note(replica, now))
+    widest = max((note.cell_len for note in notes), default=0)
+    shown, _ = _fit(STAGE_COLUMNS, rows, width, min(widest, NOTE_WIDTH))
+    table = _table([*(STAGE_COLUMNS[each] for each in shown), _Column("note")])
+    for row, note in zip(rows, notes, strict=True):
+        table.add_row(*(row[each] for each in shown), note)
     return table
 
 
@@ -101,8 +159,17 @@ def _note(replica: LiveReplica, now: float) -> Text:
     return note
 
 
-def _rings(state: LiveState, rates: Rates, most: int | None) -> Table:
-    table = _table("ring", "used", ">", ">bytes/s", ">messages/s")
+RING_COLUMNS = (
+    _Column("ring"),
+    _Column("used", 1),
+    _Column("", 2),
+    _Column("bytes/s", is_number=True),
+    _Column("messages/s", is_number=True),
+)
+
+
+def _rings(state: LiveState, rates: Rates, most: int | None, width: int) -> Table:
+    rows = list[list[Text]]()
     for name, ring in list(state.rings.items())[:most]:
         full = round(FILL_WIDTH * ring.used / ring.capacity)
         style = "green" if ring.used < ring.capacity / 2 else "red"
@@ -110,31 +177,54 @@ def _rings(state: LiveState, rates: Rates, most: int | None) -> Table:
         used = f"{filesize.decimal(ring.used)} of {filesize.decimal(ring.capacity)}"
         bytes_s = filesize.decimal(int(rates.bytes_s[name])) if name in rates.bytes_s else "–"
         messages_s = f"{rates.messages_s[name]:.1f}" if name in rates.messages_s else "–"
-        table.add_row(f"{ring.producer} → {ring.consumer}", fill, used, bytes_s, messages_s)
+        rows.append([Text(f"{ring.producer} → {ring.consumer}"), fill, Text(used), Text(bytes_s), Text(messages_s)])
+    shown, _ = _fit(RING_COLUMNS, rows, width + GAP, 0)
+    table = _table([RING_COLUMNS[each] for each in shown])
+    for row in rows:
+        table.add_row(*(row[each] for each in shown))
     return table
 
 
-def _requests(state: LiveState, now: float, most: int | None) -> Table:
-    table = _table("request", "state", ">time", ">TTFT", ">TTFA", ">replays", "life")
-    newest = sorted(state.requests.values(), key=lambda each: (each.state in ENDED, -each.submitted))
-    for request in newest[:most]:
-        total = request.total_s if request.total_s is not None else max(0.0, now - request.submitted)
-        times = (_seconds(value) for value in (total, request.ttft_s, request.ttfa_s))
-        status = Text(request.state, STATE_STYLES.get(request.state, "red"))
-        failure = Text(f"  {request.failure.message}", "red") if request.failure is not None else Text()
-        table.add_row(request.name, status, *times, str(request.replays or ""), _bar(request, total) + failure)
+REQUEST_COLUMNS = (
+    _Column("request"),
+    _Column("state"),
+    _Column("time", is_number=True),
+    _Column("TTFT", 2, True),
+    _Column("TTFA", 1, True),
+    _Column("replays", 3, True),
+)
+
+
+def _requests(state: LiveState, now: float, most: int | None, width: int) -> Table:
+    newest = sorted(state.requests.values(), key=lambda each: (each.state in ENDED, -each.submitted))[:most]
+    totals = [each.total_s if each.total_s is not None else max(0.0, now - each.submitted) for each in newest]
+    rows = [_request(each, total, width) for each, total in zip(newest, totals, strict=True)]
+    shown, rest = _fit(REQUEST_COLUMNS, rows, width, SHORTEST_BAR)
+    table = _table([*(REQUEST_COLUMNS[each] for each in shown), _Column("life")])
+    for row, request, total in zip(rows, newest, totals, strict=True):
+        life = _bar(request, total, min(BAR_WIDTH, max(SHORTEST_BAR, rest)))
+        if request.failure is not None:
+            life.append(f"  {request.failure.message}", "red")
+        table.add_row(*(row[each] for each in shown), life)
     return table
+
+
+def _request(request: LiveRequest, total: float, width: int) -> list[Text]:
+    name = request.name[: NAME_WIDTH if width >= WIDE else SHORT_NAME_WIDTH]
+    times = (_seconds(value) for value in (total, request.ttft_s, request.ttfa_s))
+    status = Text(request.state, STATE_STYLES.get(request.state, "red"))
+    return [Text(name), status, *map(Text, times), Text(str(request.replays or ""))]
 
 
 def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f} s"
 
 
-def _bar(request: LiveRequest, total: float) -> Text:
-    """Return the parts of a request's life in ``BAR_WIDTH`` characters. A later part covers an earlier one."""
-    styles = [""] * BAR_WIDTH
+def _bar(request: LiveRequest, total: float, width: int) -> Text:
+    """Return the parts of a request's life in ``width`` characters. A later part covers an earlier one."""
+    styles = [""] * width
     for bar in request.bars if total else ():
-        first = min(BAR_WIDTH - 1, int(BAR_WIDTH * bar.began / total))
-        last = min(BAR_WIDTH, max(first + 1, round(BAR_WIDTH * (total if bar.ended is None else bar.ended) / total)))
+        first = min(width - 1, int(width * bar.began / total))
+        last = min(width, max(first + 1, round(width * (total if bar.ended is None else bar.ended) / total)))
         styles[first:last] = [BAR_STYLES.get(bar.kind, "")] * (last - first)
     return Text.assemble(*(("█" if style else " ", style) for style in styles))

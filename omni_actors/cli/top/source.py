@@ -9,6 +9,7 @@ import httpx2
 import msgspec
 import trio
 
+from omni_actors.cli.plain_text import clean
 from omni_actors.cli.server_client import Server, ServerError, decoding, events
 from omni_actors.serve.api.merge_patch import apply_patch
 from omni_actors.system import LiveState
@@ -74,6 +75,15 @@ class StateSource:
 
 
 def _typed(document: dict[str, Any]) -> LiveState:
-    """Return a document as a live state. Raises ServerError: the server is of another version."""
+    """Return a document as a live state with clean texts. Raises ServerError: the server is of another version."""
     with decoding():
-        return msgspec.convert(document, LiveState)
+        return msgspec.convert(_cleaned(document), LiveState)
+
+
+def _cleaned(value: Any) -> Any:
+    """Return a JSON value with clean strings, also as names."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {clean(name): _cleaned(each) for name, each in value.items()}
+    return [_cleaned(each) for each in value] if isinstance(value, list) else value
