@@ -17,6 +17,8 @@ EPOCH = time.time() - time.monotonic()
 """Unix time of the zero of CLOCK_MONOTONIC, as of the import: a clock that is set later does not move what is shown."""
 MAX_BARS = 64
 """Most bars of one request. Each replay adds some; the latest ones are kept."""
+STDERR_LINES = 12
+"""Most lines of a worker's stderr, of each death and of each failure."""
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -154,5 +156,5 @@ def _failure(request: Request) -> RequestFailure | None:
         stage=error.stage,
         signal=error.signal,
         exit_code=error.exit_code,
-        stderr=list(error.stderr_tail),
+        stderr=list(error.stderr_tail[-STDERR_LINES:]),
     )

@@ -2,8 +2,8 @@
 
 Rules
 1. ``live_state`` only reads. It waits for nothing, and costs no more than the stages, rings and requests that it shows.
-2. Everything is bounded: ``SHOWN`` requests that have not ended, the latest that have, ``DEATHS`` of each replica with
-   ``STDERR_LINES`` lines each.
+2. Everything is bounded: ``SHOWN`` requests that have not ended, the latest that have, ``DEATHS`` of each replica, and
+   ``STDERR_LINES`` lines of each death and of each failure.
 3. Nothing in it changes by the mere passing of time, except ``at``: what lasts has the time at which it began. So two
    live states of an idle system differ in ``at`` only.
 4. Rates are not in it. A viewer computes them from two live states, their counters and their ``at``.
@@ -25,12 +25,11 @@ from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.replica import Replica
 from omni_actors.system.health import Health
-from omni_actors.system.live_requests import EPOCH, LiveRequest, live_request
+from omni_actors.system.live_requests import EPOCH, STDERR_LINES, LiveRequest, live_request
 from ringbuf import RingStatistics
 
 SHOWN = 32
 DEATHS = 4
-STDERR_LINES = 12
 
 
 class LiveDeath(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

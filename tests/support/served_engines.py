@@ -2,7 +2,7 @@
 
 Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, all ``LEVEL``, and takes ``step_s``.
 "hush" has no sound, "unspeakable" is refused, "later" is refused for now every other time, and "deadly" ends the
-worker with a line on stderr.
+worker with ``LAST_LINES`` on stderr.
 Ear: a recording's transcript is its length and its rate, in words; after a comma, the task and the prompt that it was
 given. It is one segment, with the times that it was asked for. It knows no language "xx", and refuses a recording of
 ``REFUSED_S``.
@@ -32,6 +32,7 @@ RATE = 16000
 WORD_S = 0.1
 LEVEL = 0.5
 REFUSED_S = 0.3
+LAST_LINES = [f"words of the worker, {number}\n" for number in range(30)]
 
 
 class _Work(msgspec.Struct):
@@ -82,7 +83,7 @@ class Speaker(_Engine):
                 if self._takes_later:
                     raise TemporarilyRefused("this cannot be spoken yet", code="too_early")
             if word == "deadly":
-                os.write(2, b"words of the worker\n")
+                os.write(2, "".join(LAST_LINES).encode())
                 os._exit(3)
             if word == "hush":
                 continue

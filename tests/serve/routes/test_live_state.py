@@ -18,7 +18,9 @@ from omni_actors import OmniSystem
 from omni_actors.serve.api.merge_patch import apply_patch, merge_patch
 from omni_actors.serve.api.responses import event
 from omni_actors.serve.state_feed import MAX_VIEWERS
+from omni_actors.system.live_requests import STDERR_LINES
 from tests.support.http_server import Server, Start
+from tests.support.served_engines import LAST_LINES
 
 QUESTION: dict[str, Any] = {"model": "studio", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -109,6 +111,18 @@ def test_a_viewer_sees_a_death_with_its_signal_and_the_new_worker(start: Start) 
         assert after["generation"] == 2
         assert after["pid"] != before["pid"]
         assert "down_since" not in after
+
+
+def test_a_failure_and_a_death_have_the_last_lines_of_stderr(start: Start) -> None:
+    with start("-s", "limits.replays=0") as server:
+        server.http.post("/v1/audio/speech", json={"model": "studio", "input": "a deadly word"})
+        server.wait(lambda: server.replica("mouth")["generation"] == 2, "a new worker")
+        state = server.http.get("/v1/state").json()
+    [request] = state["requests"].values()
+    [death] = state["stages"]["mouth"]["replicas"]["0"]["deaths"]
+    last = [line.rstrip("\n") for line in LAST_LINES[-STDERR_LINES:]]
+    assert request["failure"]["exit_code"] == death["exit_code"] == 3
+    assert (request["failure"]["stderr"], death["stderr"]) == (last, last)
 
 
 def test_the_stream_ends_with_an_event_when_the_server_drains(start: Start) -> None:
