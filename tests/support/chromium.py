@@ -86,6 +86,10 @@ class Page:
         self._call("Page.navigate", {"url": url})
         self.wait("document.readyState === 'complete'")
 
+    def block(self, *patterns: str) -> None:
+        """Let requests for URLs of these patterns ("*" stands for anything) fail; no pattern: none fails any more."""
+        self._call("Network.setBlockedURLs", {"urls": list(patterns)})
+
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, as JSON has it. A promise is awaited."""
         params = {"expression": expression, "returnByValue": True, "awaitPromise": True, "userGesture": True}

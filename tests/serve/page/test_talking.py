@@ -135,6 +135,18 @@ def test_a_tap_asks_for_no_answer(page: Page) -> None:
     assert set(sent(page)) <= {"input_audio_buffer.clear", "response.cancel"}
 
 
+def test_space_talks_while_the_button_has_the_focus(page: Page) -> None:
+    page.click(".mic")
+    page.wait(f"{BUTTON} === 'Hold to talk'")
+    assert page.evaluate("document.activeElement.className").startswith("mic")
+    page.key_down(" ", "Space", " ")
+    page.wait(f"{BUTTON}.match(/ [1-9]/)")
+    page.key_up(" ", "Space")
+    page.wait(f"{BUTTON} === 'Hold to talk'")
+    wait_sent(page, "response.create")
+    assert [sent(page).count(each) for each in ("input_audio_buffer.commit", "response.create")] == [1, 1]
+
+
 def test_the_end_of_a_session_stops_the_answer_that_is_open(page: Page) -> None:
     page.press(".mic")
     page.wait(f"{BUTTON}.match(/ [1-9]/)")

@@ -7,12 +7,18 @@ export const key = {
   set: (value) => sessionStorage.setItem(KEY, value.trim()),
 };
 
+// What the server or the network did not do. status: 0 without an answer. retryAfterS: what the server asks for, or null.
 export class ApiError extends Error {
-  constructor(status, message, code) {
+  constructor(status, message, retryAfterS = null) {
     super(message);
     this.status = status;
-    this.code = code;
+    this.retryAfterS = retryAfterS;
   }
+}
+
+// Throws what a fetch, or reading its response, has failed with. An abort stays what it is.
+function refuse(error, message) {
+  throw error.name === "AbortError" ? error : new ApiError(0, message);
 }
 
 // Sends a request with the key, and returns the response. Throws ApiError unless its status is a success.
@@ -25,10 +31,11 @@ export async function call(path, { body, method, signal } = {}) {
     headers,
     signal,
     body: body === undefined ? undefined : JSON.stringify(body),
-  });
+  }).catch((error) => refuse(error, "the server cannot be reached"));
   if (response.ok) return response;
   const error = await response.json().then((found) => found.error, () => null);
-  throw new ApiError(response.status, error?.message || `the server answered ${response.status}`, error?.code);
+  const retryAfterS = parseInt(response.headers.get("retry-after"), 10) || null;
+  throw new ApiError(response.status, error?.message || `the server answered ${response.status}`, retryAfterS);
 }
 
 // Yields [name, data] of each server-sent event of a response. Data that is not JSON, such as [DONE], ends the stream.
@@ -37,7 +44,7 @@ export async function* events(response) {
   let pending = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((error) => refuse(error, "the connection to the server was lost"));
       if (done) return;
       const parts = (pending + value).split("\n\n");
       pending = parts.pop();

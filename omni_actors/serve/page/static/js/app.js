@@ -1,14 +1,15 @@
 // The page: its header, its panels, and its keys.
 
 import { Chat } from "./chat.js";
+import { call } from "./api.js";
 import { stopAnswer } from "./conversation.js";
 import { Deaths } from "./deaths.js";
 import { Diagram } from "./diagram.js";
 import { KeyPrompt, SameCall, Shortcuts } from "./dialogs.js";
-import { abilities, follow, live } from "./live.js";
+import { abilities, chosen, follow, live, retryMs } from "./live.js";
 import { RequestList } from "./requests.js";
 import { Sparks } from "./sparks.js";
-import { useStore } from "./store.js";
+import { pause, useStore } from "./store.js";
 import { html, render, useEffect, useState } from "./view.js";
 import { hold, interrupt, release, start, stop, voice } from "./voice.js";
 
@@ -38,7 +39,7 @@ function useKeys({ model, can, hasRealtime, setDialog, toggleTheme }) {
         event.target.blur?.();
       }
       if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event)) return;
-      if (event.code === "Space" && talks && !event.target.closest?.("button, summary, a")) {
+      if (event.code === "Space" && talks && !event.target.closest?.("button:not(.mic), summary, a")) {
         event.preventDefault();
         if (!event.repeat) hold(model);
       } else if (actions[event.key]) {
@@ -78,8 +79,19 @@ function Header({ state, isConnected, theme, toggleTheme, setDialog, pipelines }
   </header>`;
 }
 
+// Why there is no connection, and what follows from it. Without a state there is nothing else to show.
+function Problem({ problem, retries, state, pipelines }) {
+  return html`<section class=${state ? "problem" : "problem panel alone"} role="alert">
+    <p><b>No connection to the server:</b> ${problem}</p>
+    ${retries ? html`<p class="hint">${state ? "What you see is old. " : ""}The page tries again …</p>`
+      : html`<button type="button" onClick=${follow}>Try again</button>`}
+    ${!state && chosen && !retries ? html`<p class="hint">This server has
+      ${pipelines.map((name) => html` <a href=${`/?${new URLSearchParams({ pipeline: name })}`}>${name}</a>`)}</p>` : null}
+  </section>`;
+}
+
 function App({ facts }) {
-  const { state, isConnected, needsKey } = useStore(live);
+  const { state, isConnected, needsKey, problem, retries } = useStore(live);
   const [dialog, setDialog] = useState(null);
   const [theme, setTheme] = useState(currentTheme());
   const toggleTheme = () => {
@@ -99,8 +111,10 @@ function App({ facts }) {
   useKeys({ ...shared, setDialog, toggleTheme });
   const close = () => setDialog(null);
   if (needsKey) return html`<${KeyPrompt} onKey=${() => { live.update({ needsKey: false }); follow(); }} />`;
-  if (!state) return html`<p class="hint boot">Waiting for the server …</p>`;
+  const trouble = problem ? html`<${Problem} ...${{ problem, retries, state, pipelines: facts.pipelines }} />` : null;
+  if (!state) return trouble || html`<p class="hint boot">Waiting for the server …</p>`;
   return html`<${Header} ...${{ state, isConnected, theme, toggleTheme, setDialog, pipelines: facts.pipelines }} />
+    ${trouble}
     <div class="grid">
       <${Diagram} hasChaos=${facts.has_chaos} />
       ${can.chats || can.draws ? html`<${Chat} ...${shared} />` : null}
@@ -110,9 +124,27 @@ function App({ facts }) {
     ${dialog === "call" ? html`<${SameCall} model=${state.pipeline} needsKey=${facts.needs_key} onClose=${close} />` : null}`;
 }
 
+// Returns what the page must know of the server. While that fails, the page says why.
+async function loadFacts(place) {
+  for (;;) {
+    try {
+      return await (await call("/page/facts")).json();
+    } catch (error) {
+      const wait = retryMs(error);
+      const next = wait === null ? "Reload the page to try again." : "The page tries again …";
+      render(html`<p class="boot error" role="alert">The page cannot start: ${error.message}. ${next}</p>`, place);
+      if (wait === null) return null;
+      await pause(wait);
+    }
+  }
+}
+
 async function main() {
   const place = document.querySelector("#app");
-  const facts = await (await fetch("/page/facts")).json();
+  const facts = await loadFacts(place);
+  if (facts === null) return;
+  render(null, place);
+  place.replaceChildren();
   place.replaceChildren();
   place.removeAttribute("aria-busy");
   document.body.querySelector(":scope > header").remove();

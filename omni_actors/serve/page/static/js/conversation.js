@@ -2,9 +2,10 @@
 
 import { call, events, fromBase64 } from "./api.js";
 import { Player } from "./sound.js";
-import { Store } from "./store.js";
+import { Store, pause } from "./store.js";
 
 const TAIL_S = 0.4; // an answer of which less is left counts as heard
+const FULL_MS = 200; // between two looks whether a full player has room again
 const KEPT = 10; // earlier messages that a question brings along
 export const MAX_MESSAGES = 100; // that the page keeps; older ones are dropped
 
@@ -24,17 +25,15 @@ export function changed(message, fields = {}) {
   talk.update();
 }
 
-// Stops the answer that is being made, and all sound. Returns whether there was something to stop.
+// Stops the answer that is being made, and all sound.
 export function stopAnswer() {
   const playing = talk.value.messages.filter((each) => each.player?.isPlaying);
   for (const each of playing) {
     if (each.player.received - each.player.played > TAIL_S) each.state = "stopped";
     each.player.stop();
   }
-  const wasRunning = running !== null;
   running?.abort();
   talk.update();
-  return wasRunning || playing.length > 0;
 }
 
 function parts(message) {
@@ -87,6 +86,7 @@ export async function ask(model, text, { isSpoken, pictures = [] }) {
         answer.firstSound ||= performance.now() - answer.asked;
         answer.player.push(fromBase64(delta.audio.data));
         changed(answer);
+        while (answer.player.isFull) await pause(FULL_MS); // the server waits, too
       }
     }
   });

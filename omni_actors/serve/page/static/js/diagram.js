@@ -47,7 +47,7 @@ function Edge({ path, label, rate, used, capacity }) {
   return html`<g class="edge" data-flows=${isFlowing}>
     <path d=${path} stroke-width=${width} marker-end="url(#arrow)" />
     ${isFlowing ? html`<path class="flow" d=${path} stroke-width=${width} />` : null}
-    <g transform=${`translate(${label.x} ${label.y})`}>
+    <g class="label" transform=${`translate(${label.x} ${label.y}) rotate(${label.turn || 0})`}>
       <title>${`${bytes(used)} of ${bytes(capacity)} used`}</title>
       <rect class="gauge" x="-17" y="5" width="34" height="3" rx="1.5" />
       <rect class="fill" x="-17" y="5" width=${34 * Math.min(1, share)} height="3" rx="1.5" />

@@ -60,13 +60,13 @@ export function asCurl({ path, body }, needsKey) {
   return `curl -N ${location.origin}${path}${header} \\\n  -H 'Content-Type: application/json' \\\n  -d ${json}`;
 }
 
-function python(value, indent = "    ") {
+function python(value) {
   if (value === true) return "True";
   if (value === false) return "False";
   if (value === null) return "None";
-  if (Array.isArray(value)) return `[${value.map((each) => python(each, indent)).join(", ")}]`;
+  if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
   if (typeof value === "object") {
-    return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${python(each, indent)}`).join(", ")}}`;
+    return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${python(each)}`).join(", ")}}`;
   }
   return JSON.stringify(value);
 }

@@ -1,7 +1,8 @@
 // Where the diagram's boxes and lines are. Wide: from left to right. Narrow, as on a phone: from top to bottom.
 //
 // Stages stand in columns by their longest way from the input. A line to the next column goes straight. One that skips
-// columns takes a lane of its own beside the boxes: input from the client below them, everything else above.
+// columns takes a lane of its own beside the boxes: input from the client below them (narrow: to the left), everything
+// else above (to the right). Each line has a label with its rate and its ring's gauge.
 
 const CLIENT = "client";
 const WIDE = 760; // from this width on, the flow is horizontal
@@ -35,18 +36,22 @@ function edgesOf(stages) {
 
 export function layout(stages, width, hasChaos) {
   const { columns, depth } = columnsOf(stages);
-  const isWide = width >= WIDE;
-  const last = columns.length + 1;
-  const place = (name, isEnd) => (name === CLIENT ? (isEnd ? last : 0) : depth[name]);
-  const edges = edgesOf(stages).map((edge) => ({ ...edge, a: place(edge.from, false), b: place(edge.to, true) }));
-  const skips = edges.filter((edge) => edge.b - edge.a > 1);
-  const below = skips.filter((edge) => edge.from === CLIENT);
-  const above = skips.filter((edge) => edge.from !== CLIENT);
+  const edges = edgesOf(stages);
   const height = (name) => HEADER + Math.max(1, Object.keys(stages[name].replicas).length) * (REPLICA + (hasChaos ? CHAOS : 0));
-  return (isWide ? horizontal : vertical)({ columns, edges, below, above, height, width, last });
+  return (width >= WIDE ? horizontal : vertical)({ columns, depth, edges, height, width });
 }
 
-function horizontal({ columns, edges, below, above, height, width, last }) {
+// Returns the lines that skip something, apart by the side on which they pass it.
+function sides(edges, skips) {
+  const skipping = edges.filter(skips);
+  return {
+    below: skipping.filter((edge) => edge.from === CLIENT),
+    above: skipping.filter((edge) => edge.from !== CLIENT),
+  };
+}
+
+function horizontal({ columns, depth, edges, height, width }) {
+  const { below, above } = sides(edges, ({ from, to }) => (depth[to] ?? columns.length + 1) - (depth[from] ?? 0) > 1);
   const client = 54;
   const gap = Math.max(62, Math.min(80, width / (columns.length * 3)));
   const boxWidth = Math.min(230, (width - 2 * client - (columns.length + 1) * gap) / columns.length);
@@ -67,7 +72,7 @@ function horizontal({ columns, edges, below, above, height, width, last }) {
   });
   const start = { x: left, y: middle - 17, w: client, h: 34 };
   const end = { x: left + used - client, y: middle - 17, w: client, h: 34 };
-  const at = (name, isEnd) => (name === "client" ? (isEnd ? end : start) : boxes[name]);
+  const at = (name, isEnd) => (name === CLIENT ? (isEnd ? end : start) : boxes[name]);
   const drawn = edges.map((edge) => {
     const [a, b] = [at(edge.from, false), at(edge.to, true)];
     const lane = below.indexOf(edge) >= 0 ? top + tallest + 14 + below.indexOf(edge) * LANE
@@ -79,8 +84,8 @@ function horizontal({ columns, edges, below, above, height, width, last }) {
         label: { x: (x1 + x2) / 2, y: (y1 + y2) / 2 - 12 } };
     }
     const isBelow = lane > middle;
-    const x1 = a.x + a.w * (edge.from === "client" ? 0.5 : 0.62);
-    const x2 = b.x + b.w * (edge.to === "client" ? 0.5 : 0.38);
+    const x1 = a.x + a.w * (edge.from === CLIENT ? 0.5 : 0.62);
+    const x2 = b.x + b.w * (edge.to === CLIENT ? 0.5 : 0.38);
     const y1 = isBelow ? a.y + a.h : a.y;
     const y2 = isBelow ? b.y + b.h + 2 : b.y - 2;
     const r = 10;
@@ -91,7 +96,10 @@ function horizontal({ columns, edges, below, above, height, width, last }) {
   return finish(boxes, drawn, [["in", start], ["out", end]], top + tallest + 14 + below.length * LANE);
 }
 
-function vertical({ columns, edges, below, above, height, width }) {
+// Narrow: stages of one column stand below each other, too. So a line goes straight only between neighbours.
+function vertical({ columns, edges, height, width }) {
+  const order = [CLIENT, ...columns.flat(), CLIENT];
+  const { below, above } = sides(edges, ({ from, to }) => !order.some((name, at) => name === from && order[at + 1] === to));
   const margin = { left: 14 + below.length * LANE, right: 14 + above.length * LANE };
   const client = 30;
   const gap = 40;
@@ -106,21 +114,20 @@ function vertical({ columns, edges, below, above, height, width }) {
   }
   const start = { x: margin.left, y: 0, w: inner, h: client };
   const end = { x: margin.left, y, w: inner, h: client };
-  const at = (name, isEnd) => (name === "client" ? (isEnd ? end : start) : boxes[name]);
+  const at = (name, isEnd) => (name === CLIENT ? (isEnd ? end : start) : boxes[name]);
   const drawn = edges.map((edge) => {
     const [a, b] = [at(edge.from, false), at(edge.to, true)];
-    const isSkip = below.includes(edge) || above.includes(edge) || b.y - a.y - a.h > gap + 1;
-    if (!isSkip) {
+    const isLeft = below.includes(edge);
+    if (!isLeft && !above.includes(edge)) {
       const x = a.x + a.w / 2;
       return { ...edge, path: `M${x} ${a.y + a.h}V${b.y - 2}`, label: { x: x + 46, y: (a.y + a.h + b.y) / 2 } };
     }
-    const isLeft = edge.from === "client";
-    const lane = isLeft ? 10 + below.indexOf(edge) * LANE : width - 10 - Math.max(0, above.indexOf(edge)) * LANE;
+    const lane = isLeft ? 10 + below.indexOf(edge) * LANE : width - 10 - above.indexOf(edge) * LANE;
     const [x1, x2] = isLeft ? [a.x, b.x - 2] : [a.x + a.w, b.x + b.w + 2];
     const [y1, y2] = [a.y + a.h * (isLeft ? 0.5 : 0.7), b.y + b.h * (isLeft ? 0.35 : 0.5)];
     const r = isLeft ? 8 : -8;
     return { ...edge, path: `M${x1} ${y1}H${lane + r}Q${lane} ${y1} ${lane} ${y1 + 8}V${y2 - 8}Q${lane} ${y2} ${lane + r} ${y2}H${x2}`,
-      label: { x: -100, y: -100 } };
+      label: { x: lane - 5, y: (y1 + y2) / 2, turn: -90 } };
   });
   return finish(boxes, drawn, [["in", start], ["out", end]], y + client + 4);
 }

@@ -1,14 +1,16 @@
 // The live state: reads the stream of /v1/state, applies its changes, and derives rates and recoveries from it.
 
-import { call, events } from "./api.js";
-import { Store } from "./store.js";
+import { ApiError, call, events } from "./api.js";
+import { Store, pause } from "./store.js";
 
 const WINDOW_MS = 1000; // rates are means over this time
 const RETRY_MS = 1000;
 
 // state: the document of /v1/state. isConnected: whether its stream is open. needsKey: whether the server wants a key.
+// problem: why the stream is not open. retries: whether it is tried again by itself.
 // recoveries: by "stage.replica", the seconds from the latest death until the replica was ready again.
-export const live = new Store({ state: null, isConnected: false, needsKey: false, recoveries: {} });
+export const live = new Store(
+  { state: null, isConnected: false, needsKey: false, problem: null, retries: true, recoveries: {} });
 let received = 0; // when the latest state arrived, by performance.now()
 const samples = []; // the rings' counters of the last seconds: [ms, {ring: [messages, bytes]}]
 
@@ -45,7 +47,7 @@ function take(state) {
   for (const [name, ring] of Object.entries(state.rings)) counters[name] = [ring.messages, ring.payload_bytes];
   samples.push([performance.now(), counters]);
   while (samples.length > 2 && samples[1][0] < performance.now() - WINDOW_MS) samples.shift();
-  live.update({ state, recoveries: found, isConnected: true, needsKey: false });
+  live.update({ state, recoveries: found, isConnected: true, needsKey: false, problem: null });
 }
 
 // Returns the messages and the bytes per second of a ring now.
@@ -61,9 +63,18 @@ export function rateOf(ring) {
 // The pipeline that the page's address names, of several; empty: the server's first.
 export const chosen = new URLSearchParams(location.search).get("pipeline") || "";
 
-// Follows the stream until the page is left. It connects again after a failure.
+// Returns after how many ms a request that failed is worth another try; null: it would fail again.
+export function retryMs(error) {
+  if (!(error instanceof ApiError)) return null;
+  const isPassing = error.status === 0 || error.status === 429 || error.status >= 500;
+  return isPassing ? Math.max(RETRY_MS, 1000 * error.retryAfterS) : null;
+}
+
+// Follows the stream. After a failure it connects again, unless the server refuses for a reason that stays.
 export async function follow() {
+  live.update({ retries: true });
   for (;;) {
+    let [problem, wait] = ["the server has ended the connection", RETRY_MS];
     try {
       let state = null;
       const query = new URLSearchParams({ stream: "true", ...(chosen && { pipeline: chosen }) });
@@ -78,9 +89,11 @@ export async function follow() {
         live.update({ isConnected: false, needsKey: true });
         return;
       }
+      [problem, wait] = [error.message, retryMs(error)];
     }
-    live.update({ isConnected: false });
-    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    live.update({ isConnected: false, problem, retries: wait !== null });
+    if (wait === null) return;
+    await pause(wait);
   }
 }
 

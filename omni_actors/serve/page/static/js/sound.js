@@ -2,6 +2,8 @@
 
 export const RATE = 24000;
 const LEAD_S = 0.08; // between the arrival of the first sound and its start
+export const MOST_WAITING_S = 60; // sound that waits to be played: 6 MB
+export const PEAKS_S = 12; // for how long the peaks of sound that was heard are kept
 
 function toFloats(pcm) {
   const view = new DataView(pcm.buffer, pcm.byteOffset, pcm.byteLength);
@@ -19,11 +21,12 @@ export function audioContext() {
   return shared;
 }
 
-// Plays one answer. `onPeak` receives the loudest sample of each piece, with the time at which it is heard.
+// Plays one answer. It keeps the sound that waits, and nothing of what was heard but its length. Whoever pushes sound
+// waits while `isFull`.
 export class Player {
   constructor() {
     this.context = audioContext();
-    this.pieces = []; // {source, start, offset, seconds}, in the order of playing
+    this.pieces = []; // {source, start, offset, seconds}, in the order of playing, from the one that is heard now
     this.received = 0; // seconds
     this.next = 0;
     this.carry = new Uint8Array(0);
@@ -47,18 +50,39 @@ export class Player {
     source.connect(this.context.destination);
     const start = Math.max(this.next, this.context.currentTime + (this.pieces.length ? 0.01 : LEAD_S));
     source.start(start);
-    this.pieces.push({ source, start, offset: this.received, seconds: buffer.duration });
+    const piece = { source, start, offset: this.received, seconds: buffer.duration };
+    source.onended = () => {
+      piece.source = null;
+      this.forget();
+    };
+    this.pieces.push(piece);
     this.peaks.push(...peaksOf(floats, start));
     this.next = start + buffer.duration;
     this.received += buffer.duration;
   }
 
+  // The time of the context that leaves the loudspeaker now.
+  get heardAt() {
+    return this.context.currentTime - (this.context.outputLatency || 0);
+  }
+
+  // Drops the pieces before the one that is heard now, and the peaks that no waveform shows any more.
+  forget() {
+    const now = this.heardAt;
+    this.pieces.splice(0, Math.max(0, this.pieces.findLastIndex((each) => each.start <= now)));
+    this.peaks.splice(0, this.peaks.findLastIndex(([at]) => at < now - PEAKS_S) + 1);
+  }
+
   // Seconds of the answer that have left the loudspeaker. Gaps between pieces do not count.
   get played() {
     if (this.stoppedAt !== null) return this.stoppedAt;
-    const now = this.context.currentTime - (this.context.outputLatency || 0);
+    const now = this.heardAt;
     const piece = this.pieces.findLast((each) => each.start <= now);
     return piece ? piece.offset + Math.min(now - piece.start, piece.seconds) : 0;
+  }
+
+  get isFull() {
+    return this.stoppedAt === null && this.received - this.played > MOST_WAITING_S;
   }
 
   get isPlaying() {
@@ -69,7 +93,7 @@ export class Player {
   stop() {
     if (this.stoppedAt === null) {
       this.stoppedAt = this.played;
-      for (const { source } of this.pieces) source.stop();
+      for (const { source } of this.pieces.splice(0)) source?.stop();
       this.peaks = this.peaks.filter(([at]) => at <= this.context.currentTime);
     }
     return Math.floor(1000 * this.stoppedAt);

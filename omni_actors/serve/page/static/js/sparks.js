@@ -1,4 +1,4 @@
-// The sparklines: time to the first sound of the latest requests, and the rates of text and of requests' bytes.
+// The sparklines: the time to the first sound (text, picture) of the latest requests, and the rate of text.
 
 import { live, rateOf } from "./live.js";
 import { useClock, useStore } from "./store.js";
@@ -55,9 +55,9 @@ export function Sparks({ theme, can }) {
     history.at = performance.now();
     history.tokens = [...history.tokens, textRate(state)].slice(-POINTS);
   }
-  const ended = Object.values(state.requests).sort((a, b) => a.submitted - b.submitted);
+  const requests = Object.values(state.requests).sort((a, b) => a.submitted - b.submitted);
   const first = can.speaks ? "ttfa_s" : "ttft_s";
-  const firsts = ended.map((each) => each[first] ?? (can.draws && !can.chats ? each.total_s : undefined))
+  const firsts = requests.map((each) => each[first] ?? (can.draws && !can.chats ? each.total_s : undefined))
     .filter((value) => value !== undefined);
   const title = can.speaks ? "Time to first sound" : can.chats ? "Time to first text" : "Time to a picture";
   const rows = [[title, firsts.length ? seconds(firsts.at(-1)) : "–", firsts, true]];

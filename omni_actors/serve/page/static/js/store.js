@@ -21,6 +21,10 @@ export class Store {
   }
 }
 
+export function pause(ms) {
+  return new Promise((resolve) => setTimeout(resolve, ms));
+}
+
 export function useStore(store) {
   const [value, setValue] = useState(store.value);
   useEffect(() => {

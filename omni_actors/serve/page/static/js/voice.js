@@ -128,7 +128,8 @@ class Session {
         break;
       case "response.output_audio.delta":
         this.answering(event.item_id).player.push(fromBase64(event.delta));
-        changed(this.answer);
+        if (this.answer.player.isFull) close("the server sends sound faster than it can be played");
+        else changed(this.answer);
         break;
       case "response.output_audio_transcript.delta":
       case "response.output_text.delta":

@@ -1,11 +1,11 @@
 // The waveforms: what the microphone hears, what the answer sounds like, and between them when the server hears speech.
 
 import { talk } from "./conversation.js";
-import { audioContext } from "./sound.js";
+import { PEAKS_S, audioContext } from "./sound.js";
 import { heard, voice } from "./voice.js";
 import { html, useEffect, useRef } from "./view.js";
 
-const SPAN_S = 12; // the time that is shown; the right edge is now
+const SPAN_S = PEAKS_S; // the time that is shown; the right edge is now
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -1,0 +1,117 @@
+"""The page in a headless Chromium, when the server refuses, is away, or sends more than can be played."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from omni_actors.serve.state_feed import MAX_VIEWERS
+from tests.support.chromium import EXECUTABLE, Page, open_page
+from tests.support.http_server import Server, Start
+
+pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
+
+PROBLEM = "document.querySelector('.problem')?.innerText || ''"
+MOST_WAITING_S = 60
+"""As in ``sound.js``."""
+LATEST = "(await import('/page/js/conversation.js')).talk.value.messages.at(-1)"
+"""The latest message of the conversation, in an async function."""
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    with open_page() as page:
+        yield page
+
+
+def unexpected(page: Page) -> list[str]:
+    """Return the console's errors, except the browser's own lines about responses that are no success."""
+    return [error for error in page.errors if not error.startswith("Failed to load resource")]
+
+
+def test_a_pipeline_that_is_not_there_is_named_with_those_that_are(page: Page, studio: Server) -> None:
+    page.open(f"{studio.url}/?pipeline=nothing")
+    page.wait(f"({PROBLEM}).includes('nothing')")
+    assert page.evaluate("document.querySelector('.problem button').innerText") == "Try again"
+    page.click(".problem a")
+    page.wait("document.querySelector('.stages')")
+    assert page.evaluate(PROBLEM) == ""
+    assert unexpected(page) == []
+
+
+def test_a_refused_stream_is_shown_with_the_server_s_reason(page: Page, studio: Server) -> None:
+    with ExitStack() as viewers, httpx.Client(base_url=studio.url) as client:
+        for _ in range(MAX_VIEWERS):
+            viewers.enter_context(client.stream("GET", "/v1/state", params={"stream": "true"}))
+        page.open(studio.url)
+        page.wait(f"({PROBLEM}).includes('{MAX_VIEWERS} viewers')")
+        assert "tries again" in page.evaluate(PROBLEM)
+    assert unexpected(page) == []
+
+
+def test_the_page_says_why_it_cannot_start_and_starts_later(page: Page, studio: Server) -> None:
+    page.block("*/page/facts")
+    page.open(studio.url)
+    page.wait("document.querySelector('#app').innerText.includes('cannot start: the server cannot be reached')")
+    page.block()
+    page.wait("document.querySelector('.stages')")
+    assert page.evaluate("document.querySelector('#app').innerText.includes('cannot start')") is False
+    assert unexpected(page) == []
+
+
+def test_labels_are_beside_the_boxes_on_a_phone(page: Page, studio: Server) -> None:
+    page.resize(390, 844, phone=True)
+    page.open(studio.url)
+    page.wait("document.querySelector('.edge .label')")
+    boxes = "[...document.querySelectorAll('{}')].map((each) => each.getBoundingClientRect().toJSON())"
+    labels, stages = (page.evaluate(boxes.format(name)) for name in (".edge .label", ".diagram article"))
+    assert len(labels) == 8, "one for each line: three from the client, two between stages, three to the client"
+    [frame] = page.evaluate(boxes.format(".diagram"))
+    for label in labels:
+        assert frame["top"] < label["top"]
+        assert frame["left"] - 16 < label["left"] < label["right"] < frame["right"] + 16, "inside the panel"
+        assert not [box for box in stages if _overlap(label, box)]
+
+
+def _overlap(one: dict[str, float], other: dict[str, float]) -> bool:
+    apart = one["right"] < other["left"] or other["right"] < one["left"]
+    return not (apart or one["bottom"] < other["top"] or other["bottom"] < one["top"])
+
+
+def test_a_player_keeps_nothing_of_what_was_heard(page: Page, studio: Server) -> None:
+    page.open(studio.url)
+    page.evaluate(
+        "import('/page/js/sound.js').then(({Player}) => { window.player = new Player();"
+        "for (let piece = 0; piece < 100; piece += 1) player.push(new Uint8Array(960).fill(1)); })"
+    )
+    assert page.evaluate("[player.isPlaying, player.received.toFixed(2)]") == [True, "2.00"]
+    page.wait("!player.isPlaying")
+    page.wait("player.pieces.filter(({source}) => source !== null).length === 0", timeout_s=10)
+    assert page.evaluate("player.pieces.length") <= 2, "the last one, for its times"
+    assert page.evaluate("player.played.toFixed(2)") == "2.00"
+    assert unexpected(page) == []
+
+
+@pytest.mark.slow
+def test_reading_waits_while_a_minute_of_sound_is_not_played(page: Page, start: Start) -> None:
+    with start("-s", "stages.mind.options.fan_out=3000") as server:  # 300 s of sound, at once
+        page.open(server.url)
+        page.wait("document.querySelector('#question')")
+        page.evaluate("document.querySelector('#question').focus()")
+        page.type("hello")
+        page.key("Enter", "Enter", "\r")
+        page.wait(f"(async () => ({LATEST}).player?.isFull)()")
+        waiting = f"(async () => {{ const {{player}} = {LATEST}; return player.received - player.played; }})()"
+        page.evaluate("new Promise((resolve) => setTimeout(resolve, 1000))")  # time for the rest, which must not come
+        assert page.evaluate(waiting) < MOST_WAITING_S + 1
+        page.click("#stop")
+        page.wait(f"(async () => ({LATEST}).state === 'stopped')()")
+        server.wait(lambda: server.aborted() > 0, "the request to be aborted")
+        assert server.ends_by(signal.SIGTERM)[0] == 0
+        page.wait(f"({PROBLEM}).includes('No connection')")
+        assert page.evaluate("document.querySelector('.stages') !== null"), "the last state stays"
+    assert unexpected(page) == []
