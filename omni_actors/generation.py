@@ -62,6 +62,9 @@ class Generation:
         self._totals: dict[tuple[str, Any], Total] | None = {} if cumulative else None
         self._audio_s = 0.0
         self._speech = speech
+        self.played_at: float | None = 1.0
+        """How fast a listener hears the sound, as a factor: 2.0 if its speed is doubled afterwards. None: it does not
+        hear the sound as it is read, because the reader collects it or sends it later. Then no underrun is counted."""
         self._playback: Playback | None = None
         """The simulated player of the sound that this object has returned."""
         self._first: dict[str, float] = {}
@@ -139,6 +142,7 @@ class Generation:
     async def _collect(self, file: SoundWriter | None) -> Answer:
         if self._answer is not None:
             return self._answer
+        self.played_at = None
         text: list[str] = []
         sound: list[AudioChunk] = []
         pictures: list[Picture] = []
@@ -181,8 +185,7 @@ class Generation:
         delta = _delta(piece)
         if isinstance(delta, AudioChunk):
             self._audio_s += delta.duration_s
-            self._playback = self._playback or self._speech.open()
-            self._speech.feed(self._playback, delta.duration_s)
+            self._play(delta.duration_s)
         final = request.finished is not None and not request.pieces and request.error is None
         modality = self._pipeline.stages[piece.stage].emits or ""
         if delta is not None:
@@ -207,6 +210,12 @@ class Generation:
             metrics=metrics,
             total=self._total(piece, delta),
         )
+
+    def _play(self, duration_s: float) -> None:
+        """Give the simulated player sound, unless its listener does not get it now."""
+        if self.played_at is not None and self.stream.request.account.reader != "whole":
+            self._playback = self._playback or self._speech.open()
+            self._speech.feed(self._playback, duration_s / self.played_at)
 
     def _end_speech(self) -> None:
         if self._playback is not None:

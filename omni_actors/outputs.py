@@ -143,7 +143,8 @@ class RequestMetrics(msgspec.Struct, frozen=True):
             not needed any more may be missing.
         sent_bytes: Bytes of the request's input, by consumer.
         replays: How often the request was replayed after the death of a worker.
-        underruns: How many gaps a listener of the sound heard, as its reader took it (see ``playback``).
+        underruns: How many gaps a listener of the sound heard, as its reader took it (see ``playback``). 0 if the
+            reader collected the sound, or sent it later as a realtime session does.
         gap_s: Their duration in all.
     """
 

@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors import OmniSystem
+from omni_actors.generation import Generation
 from omni_actors.playback import BUDGET_S, Playback
 from tests.support.served_engines import WORD_S
 
@@ -89,6 +91,25 @@ async def test_a_slow_speaker_underruns_and_the_metrics_tell(tmp_path: Path) -> 
         assert metrics.gap_s > 2 * BUDGET_S
         assert sample(omni, "underruns_total") == sample(omni, "gap_seconds_count") == 2
         assert (found[0][1], sample(omni, "streams")) == (1, 0)
+
+
+async def read_without_gaps(generation: Generation) -> None:
+    metrics = [output.metrics async for output in generation][-1]
+    assert metrics is not None
+    assert (metrics.underruns, metrics.gap_s) == (0, 0.0)
+
+
+async def test_only_a_listener_s_time_counts(tmp_path: Path) -> None:
+    """An answer that is collected has no gaps, and one that is played at a hundredth of its speed has none here."""
+    async with speaker(tmp_path, WORD_S + 6 * BUDGET_S) as omni:
+        collected, whole, slow = (omni.generate(script="one two") for _ in range(3))
+        whole.stream.relay(whole=True)
+        slow.played_at = 0.01
+        async with trio.open_nursery() as nursery:
+            for generation in (whole, slow):
+                nursery.start_soon(read_without_gaps, generation)
+            assert (await collected.collect()).audio is not None
+        assert sample(omni, "underruns_total") == sample(omni, "streams") == 0
 
 
 async def test_a_stream_that_was_aborted_or_dropped_is_not_open(tmp_path: Path) -> None:

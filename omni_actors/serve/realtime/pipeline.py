@@ -52,12 +52,14 @@ class SessionPipeline:
             session=self._session,
             **settings.params,
         )
+        generation.played_at = None  # sound leaves at the pace of speech
         return generation
 
     def speak(self, script: AsyncIterator[str], settings: ResponseSettings) -> Generation:
         """Submit a text to speak. Raises OmniError."""
         terms: dict[str, Any] = {"modalities": ("audio",), "session": self._session}
         generation: Generation = self.system.generate(script=script, **terms, **settings.speech)
+        generation.played_at = None
         return generation
 
     async def check_language(self, language: str) -> None:

@@ -218,15 +218,24 @@ class Response:
             await queue.send(data)
 
     async def _send_sound(self, queued: trio.MemoryReceiveChannel[bytes]) -> None:
+        """Send sound at the pace of speech. Its listener's underruns are counted as it leaves."""
         rate = bytes_per_s(self._encoder.format)
         size = round(rate * DELTA_S)
-        async for data in queued:
-            for at in range(0, len(data), size):
-                piece = data[at : at + size]
-                await trio.sleep(self.pacer.wait_s(trio.current_time()))
-                await self._outbox.wait_room()
-                self._events.sound(piece, len(piece) / rate)
-                self.pacer.sent(trio.current_time(), len(piece) / rate)
+        speech, playback = self._pipeline.system.metrics.speech, None
+        try:
+            async for data in queued:
+                for at in range(0, len(data), size):
+                    piece = data[at : at + size]
+                    await trio.sleep(self.pacer.wait_s(trio.current_time()))
+                    await self._outbox.wait_room()
+                    duration_s = len(piece) / rate
+                    self._events.sound(piece, duration_s)
+                    self.pacer.sent(trio.current_time(), duration_s)
+                    playback = playback or speech.open()
+                    speech.feed(playback, duration_s)
+        finally:
+            if playback is not None:
+                speech.close(playback)
 
 
 async def _chained(first: str, parts: trio.MemoryReceiveChannel[str]) -> AsyncIterator[str]:

@@ -53,6 +53,8 @@ async def speech(request: Request) -> Response:
     format, media_type = body.response_format, MEDIA_TYPES[body.response_format]
     with renaming(names):
         generation = system.generate(script=body.input, modalities=("audio",), **params)
+        if stretch is not None:
+            generation.played_at = body.speed
         if body.stream_format == "sse":
             encoder = AudioEncoder(format, streamed=format != "flac")
             return await responses.StreamedResponse(generation, _events(generation, encoder, stretch)).start()

@@ -1,0 +1,18 @@
+"""The gaps that a realtime session's listener hears are counted as sound leaves."""
+
+from __future__ import annotations
+
+from tests.support.http_server import Start
+from tests.support.realtime import session
+
+
+def test_a_slow_answer_has_underruns(start: Start) -> None:
+    """A word lasts 0.1 s, and each of the three takes 0.7 s."""
+    with start("-s", "stages.mouth.options.step_s=0.7") as server, session(server) as talk:
+        talk.ask("word")
+        talk.send("response.create")
+        talk.until("response.output_audio.delta")
+        assert server.metric("omni_speech_streams") == 1
+        assert talk.until("response.done")[-1]["response"]["status"] == "completed"
+        assert server.metric("omni_speech_underruns_total") == 2
+        assert server.metric("omni_speech_streams") == 0
