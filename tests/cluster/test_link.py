@@ -94,13 +94,19 @@ def test_a_connection_may_come_before_its_link_is_expected() -> None:
 
 
 def test_a_closed_link_lets_go_of_the_ring() -> None:
-    with linked_rings() as rings:
+    with open_pump() as (near, near_losses), open_pump() as (far, far_losses):
+        rings = LinkedRings(near, far, near_bytes=1 << 16, far_bytes=1 << 16)
+        rings.receive()
+        rings.send()
         rings.producer.send(bytes(100))
-        rings.near.close(7)
+        rings.consumer.recv(WATCHDOG_S).release()
+        near.close(7)
         with pytest.raises(RingClosed, match="consumer"):
             rings.producer.send(bytes(100))
         rings.near_ring.close()
-        rings.far.close(7)
+        assert far_losses.next()[0] == 7
+        assert not near_losses.all()
+        rings.close()
 
 
 def test_a_stopped_pump_says_so() -> None:
