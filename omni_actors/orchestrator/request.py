@@ -183,7 +183,8 @@ class Request:
     @functools.cached_property
     def affinity(self) -> Affinity:
         """What relates the request to earlier ones, for the choice of its replicas."""
-        return Affinity(self.session, lambda: self.input.fixed)
+        request_input = self.input  # not self, which this would keep alive until the next garbage collection
+        return Affinity(self.session, lambda: request_input.fixed)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -20,7 +20,6 @@ Rules
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -47,6 +46,7 @@ from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
 from omni_actors.serve.tracing import open_provider
 from omni_actors.system import OmniSystem
+from omni_actors.system.garbage import make_full_collections_rare
 
 DUPLICATE_SIGNAL_S = 0.25
 SEND_BUFFER_BYTES = 128 * 1024
@@ -230,7 +230,7 @@ class _Server:
             if name not in loaded and system.health().ready:
                 loaded.add(name)
                 self._failed.discard(name)
-                gc.freeze()  # a full garbage collection would visit every imported object, which delays all requests
+                make_full_collections_rare()
                 self._report(ServerReady(url=url, pipeline=name))
             self._start_if_settled(url)
             if not self._stop.is_set():
