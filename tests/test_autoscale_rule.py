@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.config import Autoscale
-from omni_actors.system.autoscale_rule import INTERVAL_S, LOAD_S, SPARE, AutoscaleRule, Demand
+from omni_actors.system.autoscale_rule import DOWN_UTILIZATION, INTERVAL_S, LOAD_S, AutoscaleRule, Demand
 from tests.support.queueing import Run, bursts, poisson, simulate
 
 LOAD_TIME_S = 20.0
@@ -46,7 +46,7 @@ def test_a_steady_load_of_any_level_changes_the_number_once_at_most(
     settled = 60.0 + 2 * BOUNDS.down_after_s
     assert len(run.changes_within(settled, 1800.0)) <= 1, run.changes
     assert run.wanted(1790.0) * concurrency >= load * concurrency - 1e-6, "it serves the load"
-    assert run.wanted(1790.0) <= math.ceil(load / SPARE) + 1, "with few replicas more than it needs"
+    assert run.wanted(1790.0) <= math.ceil(load / DOWN_UTILIZATION) + 1, "with few replicas more than it needs"
 
 
 def test_random_arrivals_and_services_seldom_change_the_number() -> None:

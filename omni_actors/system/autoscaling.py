@@ -65,7 +65,7 @@ class AutoscaleControl(ScaleControl):
         return Demand(
             now=trio.current_time(),
             arrived=pools.arrived(stage),
-            since=pools.unfinished_since(stage),
+            unfinished=pools.unfinished_since(stage),
             wanted=pools.wanted(stage),
             ready=min(pools.wanted(stage), sum(each.accepts_work for each in pools.replicas(stage))),
         )
