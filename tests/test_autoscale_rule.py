@@ -80,6 +80,16 @@ def test_it_scales_down_within_the_window_and_the_time_over_which_arrivals_count
     assert run.wanted(1000.0 + BOUNDS.down_after_s + LOAD_S + 20.0) == BOUNDS.min
 
 
+def test_a_load_that_returns_while_replicas_drain_gets_them_back_at_once() -> None:
+    """Requests of 100 s: when the load falls, the replicas that are removed have some left for a while."""
+    bounds, load_s, back = Autoscale(min=1, max=16, down_after_s=60.0), 60.0, 850.0
+    arrivals = regular(0.4, 0.0, 700.0) + regular(0.12, 700.0, back) + regular(0.4, back, 1300.0)
+    run = simulate(bounds, arrivals, lambda: 100.0, until=1300.0, load_s=load_s, concurrency=8)
+    assert run.taken_back == 2, run.changes
+    up = [time for time, number in run.changes_within(back, 1300.0) if number > run.wanted(time - INTERVAL_S)]
+    assert up[2] - up[0] < load_s, "two changes in turn, without any load"
+
+
 def test_bursts_more_frequent_than_the_window_keep_their_replicas() -> None:
     run = simulate(BOUNDS, list(bursts(12, 60.0, 60.0, 3000.0)), lambda: 4.0, until=3000.0)
     assert len(run.changes_within(600.0, 3000.0)) <= 1, run.changes

@@ -78,6 +78,24 @@ async def test_replicas_follow_the_load(autojump_clock: trio.testing.MockClock) 
         assert (system.wanted, system.states) == (1, ["ready"])
 
 
+async def test_a_load_that_returns_takes_a_draining_replica_back(autojump_clock: trio.testing.MockClock) -> None:
+    """Three long requests, one at each replica, fit two of them."""
+    async with opened() as system:
+        first = [system.ask() for _ in range(5)]
+        while system.states != ["ready"] * 3:
+            await system.omni.wait_changed()
+        await complete(first)
+        long = [system.ask(1500) for _ in range(3)]
+        while "draining" not in system.states:
+            await system.omni.wait_changed()
+        more = [system.ask(300) for _ in range(20)]
+        while "draining" in system.states:
+            await system.omni.wait_changed()
+        assert system.states == ["ready"] * 3, "it was not removed"
+        await complete(more, 300)
+        await complete(long, 1500)
+
+
 async def test_a_load_that_fits_changes_nothing(autojump_clock: trio.testing.MockClock) -> None:
     async with opened() as system:
         running = [system.ask() for _ in range(2)]

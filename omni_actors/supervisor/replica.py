@@ -91,6 +91,21 @@ class Replica:
         """Whether requests may be dispatched to the replica now."""
         return self.incarnation.state is IncarnationState.READY and not self.leaving
 
+    def leave(self) -> None:
+        """Note that it is being removed."""
+        self.leaving = True
+        if self.state is ReplicaState.READY:
+            self.state, self.note = ReplicaState.DRAINING, "draining"
+
+    def stay(self) -> None:
+        """Note that it is not removed after all. Its worker is ready."""
+        self.leaving, self.state, self.note = False, ReplicaState.READY, "ready"
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether it is being removed, and its worker could still serve."""
+        return self.leaving and self.incarnation.state is IncarnationState.READY
+
     @property
     def worker(self) -> Worker | None:
         """The current worker, unless it is dead."""

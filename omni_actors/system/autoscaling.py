@@ -2,7 +2,8 @@
 
 Rules
 1. ``autoscale_rule`` alone decides about numbers. A number that ``scale`` has set counts as its last decision.
-2. One change of a stage runs at a time. While its replicas load or drain, decisions are made and not carried out.
+2. While new replicas of a stage load, decisions about it are made and not carried out. Replicas that drain delay no
+   decision: more replicas may be wanted meanwhile, and ``scale_rule`` takes them back.
 3. While generation is paused or the stage sleeps, nothing is decided: what waits then does not wait for replicas.
    The rule measures the load anew afterwards.
 4. If a replica cannot load, or there is no device for it, that is logged, and the next change waits for ``RETRY_S``.
@@ -10,6 +11,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import trio
@@ -17,7 +19,7 @@ import trio
 from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed
 from omni_actors.log_events import Autoscaled, AutoscaleFailed, record
 from omni_actors.system.autoscale_rule import INTERVAL_S, AutoscaleRule, Demand
-from omni_actors.system.scaling import ScaleControl
+from omni_actors.system.scaling import Drain, ScaleControl
 
 RETRY_S = 30.0
 
@@ -38,15 +40,18 @@ class AutoscaleControl(ScaleControl):
 
         async def change(before: int, after: int) -> None:
             nonlocal changing
+            drains: Sequence[Drain] = ()
             try:
                 record(Autoscaled(stage=stage, before=before, after=after))
                 with suppress(StageAsleep, SystemClosed):
-                    await self.scale(stage, after)
+                    async with self._changing[stage]:
+                        drains = await self._change(stage, after)
             except (InvalidRequest, StageFailed) as error:
                 record(AutoscaleFailed(stage=stage, replicas=after, error=str(error), retry_in_s=RETRY_S))
                 await trio.sleep(RETRY_S)
             finally:
                 changing = False
+            await self._drain_all(drains, None)
 
         async with trio.open_nursery() as nursery:
             while True:

@@ -1,13 +1,17 @@
 """Changing the number of a stage's replicas while the system serves.
 
 Rules
-1. One change of a stage runs at a time; a later one waits for it. A stage that sleeps is not scaled (``StageAsleep``).
+1. One change of a stage runs at a time; a later one waits until its new replicas are ready. It does not wait for
+   replicas that drain: ``scale_rule`` takes these back where more are wanted. A stage that sleeps is not scaled
+   (``StageAsleep``).
 2. A new replica has the desired state before it is ready, as every worker, and gets requests from then on.
 3. A replica that is removed is drained first: it gets no new request. Those that are left when ``drain_s`` has passed
-   lose their work there as by a death, and resume at another replica, at no cost of ``limits.replays``.
+   lose their work there as by a death, and resume at another replica, at no cost of ``limits.replays``. A replica can
+   be taken back while it drains and its worker lives. It has the desired state, as it has got every change of it.
 4. The number that is wanted changes at once; replicas follow. If a new one cannot load, it is removed again.
 5. A replica's number decides its devices (``config/devices.py``). Numbers are below the number of workers at the time
-   when the replica was added, so the devices of two replicas never overlap.
+   when the replica was added, so the devices of two replicas never overlap. A worker that is being stopped still has
+   its devices: a change that adds replicas waits for its end.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemC
 from omni_actors.protocol.messages import Address, WorkerSpec
 from omni_actors.supervisor.replica import Replica, ReplicaState
 from omni_actors.system.control import Control
+from omni_actors.system.scale_rule import Change, plan_change
 from omni_actors.system.workers import worker_spec
 
 MAX_REPLICAS = 64
@@ -40,7 +46,7 @@ class Scaled(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stage: The stage.
         before: The number of its replicas before, standbys aside.
-        after: The number of its replicas now.
+        after: The number that it is to have now. It is what was asked for, unless a later change took replicas back.
         seconds: How long the change took, earlier changes of the stage aside.
     """
 
@@ -48,6 +54,15 @@ class Scaled(msgspec.Struct, frozen=True, kw_only=True):
     before: int
     after: int
     seconds: float
+
+
+@dataclass(eq=False)
+class Drain:
+    """A replica that is to be removed and finishes its requests. scope: cancelled to end the drain."""
+
+    replica: Replica
+    taken_back: bool = False
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
 
 class ScaleControl(Control):
@@ -59,7 +74,9 @@ class ScaleControl(Control):
     def __init__(self) -> None:
         super().__init__()
         self._changing = defaultdict[str, trio.Lock](trio.Lock)
-        """Held while the replicas of a stage change, or must not change."""
+        """Held while replicas of a stage are added or chosen for removal, or must not change."""
+        self._drains: dict[Replica, Drain] = {}
+        """The drains that go on. The replicas of others that leave are being stopped."""
 
     async def scale(self, stage: str, replicas: int, *, drain_s: float | None = None) -> Scaled:
         """Change the number of a stage's replicas while it serves, and return when all new ones are ready.
@@ -82,30 +99,63 @@ class ScaleControl(Control):
             StageFailed: A new replica cannot load. It is removed again; those that did load stay.
             SystemClosed: The system was closed before the change was complete.
 
-        A change of the same stage that runs already is waited for. A cancelled call: new replicas load on and serve;
-        a replica that is being removed is not drained any longer.
+        A change of the same stage that loads replicas is waited for. Replicas that an earlier change drains are taken
+        back if more are wanted; that change then returns. A cancelled call: new replicas load on and serve; a replica
+        that is being removed is not drained any longer.
         """
         self._check_scale(stage, replicas, drain_s)
         async with self._changing[stage]:
-            return await self._scale(stage, replicas, drain_s)
+            pools, began = self._orchestrator.pools, trio.current_time()
+            before = pools.wanted(stage)
+            drains = await self._change(stage, replicas)
+        await self._drain_all(drains, drain_s)
+        after = pools.wanted(stage) if any(each.taken_back for each in drains) else replicas
+        return Scaled(stage=stage, before=before, after=after, seconds=trio.current_time() - began)
 
-    async def _scale(self, stage: str, replicas: int, drain_s: float | None) -> Scaled:
-        """Change the number of replicas. The caller holds the stage's lock."""
+    async def _change(self, stage: str, replicas: int) -> list[Drain]:
+        """Change the number of replicas, and return the drains that have begun. The caller holds the stage's lock.
+
+        There is no checkpoint after drains have begun, so the caller always gets them.
+        """
+        pools, workers = self._orchestrator.pools, self.pipeline.stages[stage].workers_for(replicas)
+        before = pools.wanted(stage)
+        self._require_open(stage)
+        while (change := self._plan(stage, workers)).new and self._stopping(stage):
+            await self.wait_changed()
+            self._require_open(stage)
+        specs = self._new_specs(stage, workers) if change.new else []
+        for each in change.returning:
+            self._take_back(each)
+        pools.want(stage, replicas)
+        if specs:
+            await self._add(stage, specs, before)
+        return self._begin_drains(change.leaving)
+
+    def _require_open(self, stage: str) -> None:
+        """Raise SystemClosed or StageAsleep if a stage cannot be scaled now."""
         if not self._running or self.is_stopped:
             raise SystemClosed
         if stage in self._orchestrator.closures.asleep:
             raise StageAsleep(stage)
-        pools, began = self._orchestrator.pools, trio.current_time()
-        before = pools.wanted(stage)
-        workers = self.pipeline.stages[stage].workers_for(replicas)
-        new = self._new_specs(stage, workers)
-        surplus = max(0, len(pools.replicas(stage)) - workers)
-        leaving = pools.leave_order(stage)[:surplus]  # before replicas become standbys, because fewer are wanted
-        pools.want(stage, replicas)
-        if new:
-            await self._add(stage, new, before)
-        await self._remove(leaving, drain_s)
-        return Scaled(stage=stage, before=before, after=replicas, seconds=trio.current_time() - began)
+
+    def _plan(self, stage: str, workers: int) -> Change[Replica]:
+        """Return what a change to ``workers`` replicas does now: of those that drain, the busiest one returns first."""
+        order = self._orchestrator.pools.leave_order(stage)
+        draining = [each for each in reversed(order) if each in self._drains and each.can_stay]
+        return plan_change(workers, [each for each in order if not each.leaving], draining)
+
+    def _stopping(self, stage: str) -> bool:
+        """Whether a stage has replicas that leave and cannot be taken back: they are gone soon."""
+        replicas = self._orchestrator.pools.replicas(stage)
+        return any(each.leaving and not (each in self._drains and each.can_stay) for each in replicas)
+
+    def _take_back(self, replica: Replica) -> None:
+        """Let a replica that drains serve again."""
+        drain = self._drains.pop(replica)
+        drain.taken_back = True
+        self._supervisor.keep(replica)
+        self._orchestrator.pools.replica_ready(replica.address.stage)
+        drain.scope.cancel()
 
     def _new_specs(self, stage: str, workers: int) -> list[WorkerSpec]:
         """Return what the workers run that a stage lacks. Raises InvalidRequest: there are no devices for them."""
@@ -126,34 +176,43 @@ class ScaleControl(Control):
         while not all(each.load_s is not None or each.state is ReplicaState.FAILED for each in added):
             await self.wait_changed()
         if failed := [each for each in added if each.load_s is None]:
-            left = len(pools.replicas(stage)) - len(failed)
+            left = sum(not each.leaving for each in pools.replicas(stage)) - len(failed)
             standbys = self.pipeline.stages[stage].standby
             pools.want(stage, max(before, left - standbys))
             failure = failed[0].failure
-            await self._remove(failed, 0.0)
+            await self._drain_all(self._begin_drains(failed), 0.0)
             assert failure is not None, "a failed replica has the reason"
             raise failure
 
-    async def _remove(self, leaving: Sequence[Replica], drain_s: float | None) -> None:
-        """Drain and remove replicas, all at the same time."""
-        for each in leaving:
-            self._supervisor.drain(each)
+    def _begin_drains(self, leaving: Sequence[Replica]) -> list[Drain]:
+        """Give replicas that leave no more requests. The caller waits for the drains (``_drain_all``)."""
+        drains = [Drain(each) for each in leaving]
+        for drain in drains:
+            self._supervisor.drain(drain.replica)
+            self._drains[drain.replica] = drain
+        return drains
+
+    async def _drain_all(self, drains: Sequence[Drain], drain_s: float | None) -> None:
+        """Wait until drains have ended, all at the same time, and remove the replicas that were not taken back."""
         async with trio.open_nursery() as nursery:
-            for each in leaving:
-                seconds = each.stage.drain_s if drain_s is None else drain_s
+            for each in drains:
+                seconds = each.replica.stage.drain_s if drain_s is None else drain_s
                 nursery.start_soon(self._drain, each, seconds)
 
-    async def _drain(self, replica: Replica, drain_s: float) -> None:
+    async def _drain(self, drain: Drain, drain_s: float) -> None:
         """Remove a replica when it holds no request any more, at the latest after ``drain_s``."""
-        pools = self._orchestrator.pools
+        pools, replica = self._orchestrator.pools, drain.replica
         try:
-            with trio.move_on_after(drain_s):
+            drain.scope.deadline = trio.current_time() + drain_s
+            with drain.scope:
                 await pools.wait_unused(replica.address)
         finally:
-            reason = f"removed by scale; {drain_s:g} s were there to drain" if pools.load(replica.address) else None
-            with trio.CancelScope(shield=True):
-                await self._supervisor.remove(replica, reason)
-            pools.remove(replica)
+            if not drain.taken_back:
+                del self._drains[replica]
+                reason = f"removed by scale; {drain_s:g} s were there to drain" if pools.load(replica.address) else None
+                with trio.CancelScope(shield=True):
+                    await self._supervisor.remove(replica, reason)
+                pools.remove(replica)
 
     def _check_scale(self, stage: str, replicas: Any, drain_s: float | None) -> None:
         """Raise InvalidRequest if an argument is wrong."""
@@ -167,13 +226,18 @@ class ScaleControl(Control):
 
     @asynccontextmanager
     async def _unscaled(self, stages: Collection[str]) -> AsyncIterator[None]:
-        """Keep the replicas of stages the same within the block, after the changes that run already."""
+        """Keep the replicas of stages the same within the block, after the changes and the drains that go on already.
+
+        Raises SystemClosed.
+        """
         ordered = [stage for stage in self._supervisor.stages if stage in stages]  # one order: no deadlock
         held = list[trio.Lock]()
         try:
             for stage in ordered:
                 await self._changing[stage].acquire()
                 held.append(self._changing[stage])
+                while any(each.leaving for each in self._orchestrator.pools.replicas(stage)):
+                    await self.wait_changed()
             yield
         finally:
             for lock in held:
@@ -196,7 +260,7 @@ class ScaleControl(Control):
                 with suppress(StageFailed, StageAsleep, SystemClosed):  # its requests have ended with the reason
                     async with self._changing[stage]:
                         if self._starts_when_needed(stage):
-                            await self._scale(stage, 1, None)
+                            await self._change(stage, 1)
             finally:
                 starting.discard(stage)
 

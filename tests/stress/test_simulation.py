@@ -352,6 +352,11 @@ def test_a_new_replica_that_gets_no_request_is_found(monkeypatch: pytest.MonkeyP
     first_violated(every=SCALED)
 
 
+def test_a_replica_that_is_taken_back_and_gets_no_request_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replica, "stay", lambda self: None)
+    first_violated(since=100, every=SCALED)
+
+
 # the command
 
 

@@ -2,7 +2,8 @@
 
 Rules
 1. A stage is left without replicas only for a time, unless a request that waits for it starts one.
-2. The time of each change is on record for the judge, from before the call until the stage has a replica again.
+2. Often more replicas are wanted soon after some began to drain: these are taken back.
+3. The time of each change is on record for the judge, from before the call until the stage has a replica again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ GIVE_UP_S = (math.inf, math.inf, 0.0, 0.1, 1.0)
 EMPTY_S = (0.0, 0.1, 5.0)
 """A stage that no request can start has no replica for so long."""
 AGAIN_S = 0.5
+BACK_S = (0.0, 0.001, 0.01, 0.05)
+"""The time from a change to fewer replicas to one to more of them."""
 
 
 class SimulatedScaling:
@@ -53,6 +56,10 @@ class SimulatedScaling:
         self._journal.note(f"{stage} is scaled from {wanted} to {replicas}, {drain_s=} {give_up_s=} {empty_s=}")
         self._controls.in_force += 1
         self.nursery.start_soon(self._carry_out, stage, replicas, drain_s, give_up_s, empty_s)
+        if replicas < wanted and draw.random() < 0.5:
+            self._controls.in_force += 1
+            more, back_s = draw.choice(range(replicas + 1, MOST_REPLICAS + 1)), draw.choice(BACK_S)
+            self.nursery.start_soon(self._scale_back, stage, more, back_s)
 
     def _busy(self) -> list[str]:
         """The stages that hold requests."""
@@ -63,6 +70,18 @@ class SimulatedScaling:
 
     def _wanted(self, stage: str) -> int:
         return self._omni._orchestrator.pools.wanted(stage)
+
+    async def _scale_back(self, stage: str, replicas: int, back_s: float) -> None:
+        """Scale a stage up that was just scaled down."""
+        try:
+            await trio.sleep(back_s)
+            drains = any(each.can_stay for each in self._omni._orchestrator.pools.replicas(stage))
+            self._journal.injected("scale up during a drain" if drains else "scale up")
+            self._journal.note(f"{stage} is scaled back to {replicas}")
+            with self._controls.scaling(stage), suppress(SystemClosed):
+                await self._scale(stage, replicas, None)
+        finally:
+            self._controls.in_force -= 1
 
     async def _carry_out(
         self, stage: str, replicas: int, drain_s: float | None, give_up_s: float, empty_s: float
