@@ -113,6 +113,7 @@ ALL = frozenset(prompts.RAW)
         (chain("qwen3_thinker"), ["messages"], ["text", "audio"], ALL - {"prompt_embeds"}),
         (chain("vllm"), ["messages"], ["text"], ALL - {"prompt_embeds"}),
         (chain("vllm", **EMBEDDED), ["messages"], ["text", "audio"], ALL),
+        (chain("vllm", **EMBEDDED, role="prefill"), ["messages"], ["text", "audio"], ALL - {"prompt_embeds"}),
         (chain("vllm_qwen3_thinker", **EMBEDDED), ["messages"], ["audio"], ALL - {"prompt_embeds"}),
         (chain("hibari_acoustic"), ["messages"], ["text"], set()),
         (chain("mine:Engine"), ["messages"], ["text"], ALL),

@@ -72,6 +72,8 @@ def _on_vllm(lacks: Callable[[RawPromptUse], str | None]) -> Callable[[RawPrompt
     def lacks_on_vllm(use: RawPromptUse) -> str | None:
         if use.kind == "prompt_embeds" and not use.options["engine_args"].get("enable_prompt_embeds"):
             return "it needs engine_args.enable_prompt_embeds: true"
+        if use.kind == "prompt_embeds" and use.options.get("role", "both") != "both":
+            return "prefill apart from decode takes no embeddings on vLLM"
         return lacks(use)
 
     return lacks_on_vllm
@@ -240,7 +242,7 @@ ENGINES: dict[str, EngineSpec] = {
     ),
     "vllm": _vllm(
         "vllm.factories:open_text",
-        vllm.VLLMOptions,
+        vllm.VLLMSplitOptions,
         vllm.VLLMParams,
         has_tokenizer=True,
         lacks_raw_prompt=_on_vllm(_raw_prompt_of_text),

@@ -58,7 +58,7 @@ OURS: Mapping[str, str] = {
     "start_draft_weight_update": "none: `update_weights` replaces no weights of vLLM's draft models",
     "release_kv_cache_memory": "none by itself: `sleep` frees it, with the weights",
     "get_kv_event_sources": "none: the engines publish no events of their caches; `/metrics` has hit rates",
-    "notify_kv_transfer_request_rejected": "not needed: no stage keeps blocks for another",
+    "notify_kv_transfer_request_rejected": "not needed: a stage that prefills keeps no blocks for the one that decodes",
     "handle_fault": "not needed: workers are supervised and restarted; `health` has their deaths",
 }
 """By method of ``EngineClient`` of vLLM 0.32, ours. Those in parentheses are methods of its implementation."""

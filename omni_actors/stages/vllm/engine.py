@@ -85,7 +85,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         while it loads.
         """
         super().__init__()
-        self._options = msgspec.convert(context.options, VLLMOptions)
+        self._options = msgspec.convert(context.options, self.OPTIONS)
         model = context.model_directory
         given = self._options.engine_args
         self._resumes = "speculative_config" not in given  # with it, vLLM takes no logits processors
@@ -109,6 +109,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         self._capabilities["update_weights"] = control.why_no_new_weights(self._llm) or self._update_weights
         self._directory = model
 
+    OPTIONS: ClassVar[type[VLLMOptions]] = VLLMOptions
     PART: ClassVar = ""
     """The part of the checkpoint that the model is; "": all of it."""
 

@@ -45,7 +45,7 @@ def _factory(module: str, engine: str) -> Callable[[StageContext], StageEngine]:
     return open_engine
 
 
-open_text = _factory("text", "TextEngine")
+open_text = _factory("roles", "open_text")
 open_qwen3_thinker = _factory("qwen3_thinker", "Qwen3Thinker")
 open_qwen3_talker = _factory("qwen3_talker", "Qwen3Talker")
 open_qwen2_5_thinker = _factory("qwen2_5_thinker", "Qwen25Thinker")

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from omni_actors.stages.autoregressive.options import TextParams
-from omni_actors.stages.bounds import Settings, StopString, TokenId
+from omni_actors.stages.autoregressive.options import Role, TextParams
+from omni_actors.stages.bounds import Positive, Settings, StopString, TokenId
 from omni_actors.stages.llm.options import Tools
 from omni_actors.stages.omni.options import MMProcessorKwargs, TalkerOptions
 
@@ -20,6 +20,17 @@ class VLLMOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fields of vLLM's EngineArgs (dtype, max_model_len, kv_cache_memory_bytes, …); checked in the worker."""
     system_prompt: str = ""
     """System message for a conversation that has none."""
+
+
+class VLLMSplitOptions(VLLMOptions, frozen=True, forbid_unknown_fields=True):
+    """The options of a language model on vLLM that may prefill and decode in two stages (see ``roles``)."""
+
+    role: Role = "both"
+    """"prefill": the stage computes prompts, and sends the blocks of its cache to a stage of the same model with the
+    role "decode", which writes the answers."""
+    waiting_prompts_mb: Positive = 1024
+    """With the role "decode": megabytes of host memory for blocks that are not in the cache yet. A prompt whose blocks
+    have no room is computed again by this stage."""
 
 
 class VLLMTalkerOptions(TalkerOptions, frozen=True, forbid_unknown_fields=True):

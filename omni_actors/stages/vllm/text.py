@@ -22,15 +22,17 @@ from omni_actors.stages.base import StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
-from omni_actors.stages.vllm.options import VLLMParams
+from omni_actors.stages.vllm.options import VLLMParams, VLLMSplitOptions
 
 
-class TextEngine(VLLMEngine[VLLMRequest[Prompt]]):
+class TextEngine(VLLMEngine[VLLMRequest[Any]]):
     """Answers a conversation, or continues a raw prompt, with text."""
 
-    def __init__(self, context: StageContext) -> None:
+    OPTIONS = VLLMSplitOptions
+
+    def __init__(self, context: StageContext, **fixed: Any) -> None:
         """Raises as ``VLLMEngine`` does, and ValueError if the checkpoint has no chat template."""
-        super().__init__(context, worker_cls="omni_actors.stages.vllm._internals.StageWorker")
+        super().__init__(context, **{"worker_cls": "omni_actors.stages.vllm._internals.StageWorker", **fixed})
         tokenizer: Any = self._llm.get_tokenizer()
         if tokenizer.chat_template is None:
             raise ValueError(f"{context.model}: no chat template; this engine serves conversations only")
@@ -38,10 +40,10 @@ class TextEngine(VLLMEngine[VLLMRequest[Prompt]]):
         conversation = partial(conversation_tokens, tokenizer, self._options.system_prompt)
         self._capabilities |= tokenizing.capabilities(self._vocabulary, self._context, conversation)
 
-    def _new_request(self, request: StageRequest) -> VLLMRequest[Prompt]:
+    def _new_request(self, request: StageRequest) -> VLLMRequest[Any]:
         return VLLMRequest(request, validated(request.params, VLLMParams), Prompt(request.sources))
 
-    def _encode(self, request: VLLMRequest[Prompt]) -> Any:
+    def _encode(self, request: VLLMRequest[Any]) -> Any:
         if not request.collector.raw.is_embedded:
             tools, kwargs = request.params.tools, request.params.tokenization_kwargs
             ids = request.collector.encode(
@@ -54,7 +56,7 @@ class TextEngine(VLLMEngine[VLLMRequest[Prompt]]):
         with request_work("embeds"):
             return self._embeds_input(raw, penalty)
 
-    def _outputs(self, request: VLLMRequest[Prompt], output: Any) -> Iterator[StageOutput]:
+    def _outputs(self, request: VLLMRequest[Any], output: Any) -> Iterator[StageOutput]:
         several = request.sampling.n > 1
         if output.finished:
             del self._requests[request.id]
