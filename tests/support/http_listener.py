@@ -28,13 +28,15 @@ class App:
     ends it once ``may_end`` is set.
 
     Of WebSockets, /echo sends each message back and closes with 4000 at "close"; /closed refuses, /denied answers with
-    403 and a body, /bug raises, /quiet never receives. ``disconnects`` has the codes with which they ended.
+    403 and a body, /bug raises, /quiet is /echo once ``may_end`` is set. /unread sends until ``may_end`` is set, then
+    closes, and sets ``closed``. ``disconnects`` has the codes with which they ended.
     """
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
         self.disconnects: list[int] = []
         self.may_end, self.started, self.cancelled = trio.Event(), trio.Event(), trio.Event()
+        self.closed = trio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
@@ -80,7 +82,15 @@ class App:
         await send({"type": "websocket.accept", "subprotocol": None})
         self.started.set()
         if path == "/quiet":
-            await trio.sleep_forever()
+            await self.may_end.wait()
+        if path == "/unread":
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._send_endlessly, send)
+                await self.may_end.wait()
+                nursery.cancel_scope.cancel()
+            await send({"type": "websocket.close"})
+            self.closed.set()
+            return
         if path == "/bug":
             raise ValueError("an app's bug")
         while (message := await receive())["type"] == "websocket.receive":
@@ -90,6 +100,10 @@ class App:
                 with contextlib.suppress(OSError):
                     await send({**message, "type": "websocket.send"})
         self.disconnects.append(message["code"])
+
+    async def _send_endlessly(self, send: Send) -> None:
+        while True:
+            await send({"type": "websocket.send", "bytes": bytes(100_000)})
 
     async def _slowly(self, path: str, send: Send) -> None:
         try:

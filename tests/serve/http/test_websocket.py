@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import trio
+import trio.testing
 from wsproto import events
 
 from omni_actors.serve.http import websocket
@@ -155,27 +156,66 @@ async def test_a_client_that_resets_the_connection_during_the_handshake_leaves_n
     assert not caplog.records
 
 
-async def test_a_silent_client_is_pinged_and_then_disconnected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "PING_S", 0.05)
+async def pass_time(clock: trio.testing.MockClock, seconds: float) -> None:
+    """Let time pass, which stands still otherwise. Before and after, everything that was sent has arrived."""
+    await trio.testing.wait_all_tasks_blocked(0.05)
+    clock.jump(seconds)
+    await trio.testing.wait_all_tasks_blocked(0.05)
+
+
+async def test_a_silent_client_is_pinged_and_then_disconnected(
+    server: Server, mock_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket, "PING_S", 1.0)
     async with connected(server, "/echo") as client:
         for _ in range(3):
+            await pass_time(mock_clock, websocket.PING_S)
             assert await client.receive() == events.Ping(b"")
             await client.send(events.Pong(b""))
+            await pass_time(mock_clock, websocket.PING_S)  # the client was not silent
+        await pass_time(mock_clock, websocket.PING_S)
         assert await client.receive() == events.Ping(b"")
+        await pass_time(mock_clock, websocket.PING_S)
         assert await read_all(client.stream) == b""  # the ping was not answered
     assert server.app.disconnects == [1006]
 
 
 async def test_an_application_that_does_not_receive_holds_the_client_back(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, mock_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket, "PING_S", 0.01)
-    async with connected(server, "/quiet") as client:
-        with trio.move_on_after(0.5) as sending:
+    """And the client is not disconnected for a pong that the server has not read."""
+    monkeypatch.setattr(websocket, "PING_S", 1.0)
+    sent = 0
+    async with connected(server, "/quiet") as client, trio.open_nursery() as nursery:
+
+        async def send() -> None:
+            nonlocal sent
             for _ in range(1000):
                 await client.send(events.BytesMessage(b"x" * 100_000))
-        assert sending.cancelled_caught
-    assert server.app.disconnects == []
+                sent += 1
+
+        nursery.start_soon(send)
+        for _ in range(4):
+            await pass_time(mock_clock, websocket.PING_S)
+        assert sent < 1000
+        server.app.may_end.set()
+        await pass_time(mock_clock, 0.0)
+        assert server.app.disconnects == []
+        nursery.cancel_scope.cancel()
+    mock_clock.rate = 1.0
+
+
+async def test_a_client_that_does_not_read_delays_the_close_for_a_while(
+    server: Server, mock_clock: trio.testing.MockClock
+) -> None:
+    async with connected(server, "/unread"):
+        await pass_time(mock_clock, 1.0)
+        server.app.may_end.set()
+        await pass_time(mock_clock, 0.9 * websocket.CLOSE_S)
+        assert not server.app.closed.is_set()
+        await pass_time(mock_clock, 0.2 * websocket.CLOSE_S)
+        assert server.app.closed.is_set()
+    mock_clock.rate = 1.0
 
 
 async def test_a_drain_tells_the_application_and_ends_with_1001() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from typing import Any
 
 import openai
@@ -100,6 +101,25 @@ def test_a_function_is_called_and_its_result_taken(writer: Server) -> None:
             if event.type == "response.done":
                 assert event.response.status in ("completed", "incomplete"), event.response.status_details
                 break
+
+
+def test_a_call_that_is_cut_by_its_length_does_not_break_the_conversation(writer: Server) -> None:
+    with session(writer) as talk:
+        choice = {"type": "function", "name": "weather"}
+        talk.send("session.update", session={"tools": [CITY], "tool_choice": choice})
+        talk.until("session.updated")
+        talk.ask("Is it warm in Rome?")
+        done = talk.respond(max_output_tokens=3)[-1]["response"]
+        assert (done["status"], done["status_details"]["reason"]) == ("incomplete", "max_output_tokens")
+        [call] = done["output"]
+        assert call["status"] == "incomplete"
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(call["arguments"])
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "It is warm."}
+        talk.send("conversation.item.create", item=output)
+        talk.until("conversation.item.done")
+        done = talk.respond(tool_choice="none", max_output_tokens=5)[-1]["response"]
+        assert done["status"] in ("completed", "incomplete"), done["status_details"]
 
 
 def test_a_conversation_that_is_too_long_for_the_model(writer: Server) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from omni_actors.serve.media.base64_data import to_base64
 from tests.support.http_server import Server, Start
 from tests.support.realtime import Session, session, silence
@@ -83,21 +81,15 @@ def test_the_text_beside_a_recording_without_words_is_kept(start: Start) -> None
         assert [message["content"] for message in asked["messages"]] == ["and this", "0.5 s at 24000 Hz"]
 
 
-@pytest.fixture(scope="module")
-def narrow(start: Start) -> Any:
-    """A server that admits one request, whose answers do not end."""
-    mind = ("-s", "stages.mind.options.fan_out=100000", "-s", "stages.mind.options.step_s=0.01")
-    with start(*mind, "-s", "limits.max_requests=1") as server:
-        yield server
-        assert server.stderr == ""
-
-
-def test_a_transcript_that_failed_is_made_again_for_the_next_answer(narrow: Server) -> None:
-    with session(narrow) as other, session(narrow) as talk:
+def test_a_transcript_that_failed_is_made_again_for_the_next_answer(slow: Server) -> None:
+    """The server admits two requests, and its answers do not end."""
+    key = {"additional_headers": {"authorization": "Bearer sesame"}}
+    with session(slow, **key) as other, session(slow, **key) as talk:
         transcribe(talk)
         other.ask("hello")
-        other.send("response.create", response=TEXT)
-        other.until("response.output_text.delta")
+        for conversation in ("auto", "none"):
+            other.send("response.create", response={**TEXT, "conversation": conversation})
+            other.until("response.output_text.delta")
         assert say(talk, recording(0.5)) == "overloaded"
         events = talk.respond(**TEXT)
         assert FAILED in [event["type"] for event in events]

@@ -12,7 +12,7 @@ import soundfile
 import soxr
 
 from bench.turns import SENTENCES, say
-from tests.support.http_server import Start
+from tests.support.http_server import Server, Start
 from tests.support.realtime import PCM_S, Session, pcm, session, silence
 
 pytestmark = pytest.mark.voice
@@ -90,6 +90,20 @@ def test_speech_cuts_the_answer_and_keeps_what_was_heard(talk: Session) -> None:
     assert len(part["transcript"].split()) <= truncated["audio_end_ms"] / 100 + 1  # each word takes 0.1 s
     talk.hear(silence(1))
     assert talk.until("response.done")[-1]["response"]["status"] == "completed"
+
+
+def test_an_answer_that_is_cut_before_its_first_sound_keeps_no_word(slow: Server) -> None:
+    """An answer of "hush" has words without end, and no sound."""
+    with session(slow, additional_headers={"authorization": "Bearer sesame"}) as talk:
+        talk.ask("hush")
+        talk.send("response.create")
+        item_id = talk.until("response.output_audio_transcript.delta")[-1]["item_id"]
+        talk.hear(pcm(say(SENTENCES[0])))
+        truncated = talk.until("conversation.item.truncated")[-1]
+        assert (truncated["item_id"], truncated["audio_end_ms"]) == (item_id, 0)
+        talk.send("conversation.item.retrieve", item_id=item_id)
+        [part] = talk.until("conversation.item.retrieved")[-1]["item"]["content"]
+        assert part["transcript"] == ""
 
 
 def test_speech_cuts_nothing_if_it_may_not(talk: Session) -> None:
