@@ -1,4 +1,4 @@
-"""Prefill apart from decode on vLLM, with a prefix cache and adapters in both stages."""
+"""Prefill apart from decode on vLLM, with a prefix cache and adapters in both stages, and with too small a cache."""
 
 from __future__ import annotations
 
@@ -72,6 +72,39 @@ def test_a_prefix_cache_and_adapters_change_no_token(open_stage: Callable[..., A
     assert runs[2] == runs[0]
     assert runs[0][:3] == runs[0][3:6] != runs[0][6:]
     assert [len(outputs) for outputs in runs[1]] == [-(-len(prompt) // BLOCK) for prompt, _ in asked(lora)]
+
+
+def test_requests_that_vllm_preempts_are_computed_again(open_stage: Callable[..., Any], tiny: Path) -> None:
+    """The cache has 20 blocks. Each of four prompts takes six, and its answer a seventh. They are computed together."""
+    small = {"kv_cache_memory_bytes": 20 * BLOCK * 2 * 64 * 4, "scheduler_reserve_full_isl": False}
+    options = {**ARGS, **small, "long_prefill_token_threshold": 16}
+    prompts = [np.random.default_rng(n).integers(4, 250, 6 * BLOCK - 20) for n in range(4)]
+    params = {**IDS, "max_tokens": 40}
+    with closing(open_stage("vllm", tiny, engine_args=ARGS)) as engine:
+        expected = {n: ids(outputs) for n, outputs in _together(engine, prompts, params).items()}
+    with closing(open_stage("vllm", tiny, engine_args=options, role="prefill")) as engine:
+        sent = _together(engine, prompts, params)
+        preempted = engine.gauges()["num_preemptions"]
+    with closing(open_stage("vllm", tiny, engine_args=options, role="decode")) as engine:
+        driver = Driver(engine)
+        for number, outputs in sent.items():
+            driver.start(number, ("prefill",), **params)
+            for output in outputs:
+                driver.feed(number, output.data, for_stages(output), last=output.last, source="prefill")
+        assert {n: ids(outputs) for n, outputs in driver.run().items()} == expected
+        gauges = engine.gauges()
+        assert gauges["num_preemptions"] > 0
+        assert gauges["waiting_prompt_bytes"] == 0
+    assert preempted > 0
+    assert [len(outputs) for outputs in sent.values()] == [6] * 4
+
+
+def _together(engine: Any, prompts: list[np.ndarray[Any, Any]], params: dict[str, Any]) -> dict[int, list[Any]]:
+    driver = Driver(engine)
+    for number, prompt in enumerate(prompts):
+        driver.start(number, **params)
+        driver.feed(number, None, {"token_ids": prompt}, last=True)
+    return driver.run()
 
 
 @pytest.mark.parametrize(
