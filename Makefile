@@ -15,6 +15,7 @@
 # make bench-images   and of pictures, beside diffusers' pipeline and one after another
 # make bench-calls   and of calls to a system whose stages all compute
 # make bench-prefill   and of how much long prompts delay other requests' tokens
+# make bench-realtime   and of realtime sessions: while stages are killed, barge-ins, ends of turns; takes half an hour
 # make setup-vllm   vLLM's CPU build, in an environment of its own (.venv-vllm), for the vllm engines
 # make test-vllm    set that up and run their tests
 # make test-vllm-kills   SIGKILL at every tenth output of the stages on vLLM; takes most of an hour
@@ -36,7 +37,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo demo-image serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-gpu bench-calls bench-prefill setup-vllm test-vllm test-vllm-kills clean
+.PHONY: help setup demo demo-image serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
 .DELETE_ON_ERROR:
 
 help:
@@ -120,6 +121,9 @@ bench-calls: setup
 
 bench-prefill: setup
 	$(BIN)/python -m bench.prefill $(BENCH_ARGS)
+
+bench-realtime: setup
+	$(BIN)/python -m bench.realtime $(BENCH_ARGS)
 
 bench-gpu: setup
 	$(BIN)/python -m bench.gpu $(BENCH_ARGS)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 
 from bench.turns import converse, say
 from tests.support.http_server import Api
@@ -46,12 +49,17 @@ def test_a_question_is_answered_when_its_speaker_stops(voice: Api, noise_db: int
             connection.session.update(session={"type": "realtime", "audio": {"input": {"turn_detection": SEMANTIC}}})
         hear(connection, pcm(conversation.sound))
         events = until(connection, "response.done")
+        answer = b"".join(base64.b64decode(e.delta) for e in events if e.type == "response.output_audio.delta")
+        file = io.BytesIO()
+        soundfile.write(file, np.frombuffer(answer, "<i2"), 24_000, format="WAV")
+        heard = client.audio.transcriptions.create(model="voice", file=("answer.wav", file.getvalue())).text
     stops = [event.audio_end_ms for event in events if event.type == "input_audio_buffer.speech_stopped"]
     assert len(stops) == 1
     [(_, end_ms)] = conversation.spoken_ms
     assert end_ms <= stops[0] <= end_ms + (420 if semantic else 620)  # 20 ms: the change of the sample rate
     words = "".join(event.delta for event in events if event.type == "response.output_audio_transcript.delta")
     assert "Paris" in words
+    assert "paris" in heard.lower()
 
 
 def test_speech_stops_an_answer_which_keeps_the_words_that_were_heard(voice: Api) -> None:

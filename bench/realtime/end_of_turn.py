@@ -1,0 +1,71 @@
+"""Sentences with pauses between them, in sessions with each kind of turn detection and each noise, all at a time.
+
+The sound is that of ``bench.turns``, which measures the detectors alone, in positions of the stream. Here, delays end
+when the event has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from bench import turns
+from bench.realtime.server import Server, config
+from bench.realtime.user import Spoken, at_rate, talking
+
+AFTER_S = 1.0
+"""How long the session lasts behind the last pause."""
+
+
+@dataclass
+class Heard:
+    """What one session found. Delays are seconds from the first and from the last audible sample of a sentence.
+
+    wrong: how many sentences were cut, missed or joined.
+    """
+
+    detection: str
+    noise_db: int | None
+    starts_s: list[float]
+    ends_s: list[float]
+    wrong: int
+
+
+async def listen(server: Server, detection: str, noise_db: int | None, sentences: int) -> Heard:
+    """Say sentences in one session."""
+    conversation = turns.converse([turns.say(text) for text in turns.SENTENCES[:sentences]], noise_db)
+    asked = config(turn_detection={"type": detection, "create_response": False})
+    async with talking(server.client, asked, 0.0) as user:
+        spoken = user.microphone.say(at_rate(conversation.sound))
+        await asyncio.sleep(spoken.ends - time.monotonic() + AFTER_S)
+        started, stopped = (user.seen(f"input_audio_buffer.speech_{name}") for name in ("started", "stopped"))
+    return compare(Heard(detection, noise_db, [], [], 0), spoken, conversation, started, stopped)
+
+
+def compare(
+    heard: Heard,
+    spoken: Spoken,
+    conversation: turns.Conversation,
+    started: list[tuple[float, Any]],
+    stopped: list[tuple[float, Any]],
+) -> Heard:
+    """Add to ``heard`` the delays of the events that arrived, and the number of wrong sentences."""
+    for begin_ms, end_ms in conversation.spoken_ms:
+        begin, end = (spoken.begins + ms / 1000 for ms in (begin_ms, end_ms))
+        mine = [[at for at, _ in events if begin <= at < end + turns.PAUSE_S] for events in (started, stopped)]
+        if [len(each) for each in mine] != [1, 1] or mine[1][0] < end:
+            heard.wrong += 1
+            continue
+        heard.starts_s.append(mine[0][0] - begin)
+        heard.ends_s.append(mine[1][0] - end)
+    return heard
+
+
+async def measure(server: Server, sentences: int) -> list[Heard]:
+    """Say so many sentences in one session for each kind of detection and each noise, at the same time."""
+    plans = [(detection, noise_db) for detection in turns.SETTINGS for noise_db in turns.NOISE_DB]
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(listen(server, *plan, sentences)) for plan in plans]
+    return [each.result() for each in running]
