@@ -77,15 +77,16 @@ def show_kills(console: Console, runs: Sequence[kills.Run]) -> bool:
     return held
 
 
-def show_barge_ins(console: Console, found: Sequence[barge_in.BargeIn]) -> bool:
-    """Print one row. Return whether the bounds are met."""
+def show_barge_ins(console: Console, found: Sequence[barge_in.BargeIn], asked: int) -> bool:
+    """Print one row. Return whether the bounds are met. asked: how many there should be."""
     table = Table("interruptions", "player stops, p50 / p95, ms", "last sound", "response.done", "words kept - heard")
     off = [each.kept - each.heard for each in found]
     counts = ", ".join(f"{value:+d}: {off.count(value)}" for value in sorted(set(off)))
     times = [[each.stopped_s for each in found], [each.last_s for each in found], [each.done_s for each in found]]
-    table.add_row(str(len(found)), *(quantiles(each, 50, 95) for each in times), counts)
+    table.add_row(f"{len(found)} of {asked}", *(quantiles(each, 50, 95) for each in times), counts)
     console.print(table)
-    return 1000 * quantile(times[1], 95) <= STOP_MS and quantile([abs(each) for each in off], 95) <= WORDS
+    held = len(found) == asked and 1000 * quantile(times[1], 95) <= STOP_MS
+    return held and quantile([abs(each) for each in off], 95) <= WORDS
 
 
 def show_ends(console: Console, found: Sequence[end_of_turn.Heard]) -> bool:
@@ -118,7 +119,7 @@ async def measure(
         async with serving(overrides) as server:
             if "barge_in" in only:
                 barge_ins = await barge_in.measure(server, plan["interruptions"])
-                held &= show_barge_ins(console, barge_ins)
+                held &= show_barge_ins(console, barge_ins, plan["interruptions"])
                 figures["barge_in"] = [asdict(each) for each in barge_ins]
             if "end_of_turn" in only:
                 ends = await end_of_turn.measure(server, plan["sentences"])
