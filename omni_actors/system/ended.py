@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from omni_actors.config import Pipeline
@@ -37,7 +35,7 @@ class EndedRequests:
         self._pipeline, self._metrics, self.tracing = pipeline, metrics, tracing
         self.profiled: deque[tuple[str, Period]] | None = None
         """Names and timelines of the requests that ended since a profile began; None: no profile runs."""
-        self._recent: deque[Callable[[], LiveRequest]] = deque(maxlen=RECENT)
+        self._recent: deque[Request | LiveRequest] = deque(maxlen=RECENT)
         """The latest ended requests, the earliest first. The state of each is made when it is first shown."""
 
     def closed(self, request: Request) -> None:
@@ -51,7 +49,7 @@ class EndedRequests:
                 self._metrics.resume.labels(loss.crash.stage).observe(loss.resumed - loss.at)
         if self.tracing is not None and request.trace is not None:
             self.tracing.record(request)
-        self._recent.append(cache(partial(live_request, request, self._pipeline)))
+        self._recent.append(request)
         if self.profiled is not None:
             self.profiled.append((request.name, timeline(request, self._pipeline)))
 
@@ -74,7 +72,9 @@ class EndedRequests:
     @property
     def recent(self) -> list[LiveRequest]:
         """The states of the latest ended requests, the earliest first."""
-        return [state() for state in self._recent]
+        states = [live_request(each, self._pipeline) if isinstance(each, Request) else each for each in self._recent]
+        self._recent = deque(states, maxlen=RECENT)
+        return states
 
     @property
     def speech(self) -> SpokenStreams:
