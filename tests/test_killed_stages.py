@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from omni_actors import OmniSystem
-from tests.support.killed_omni import CODES, MARGINS, OF_MEAN, REFERENCES, TOKENS, Omni, checkpoint
+from tests.support.killed_omni import CODES, MARGINS, OF_MEAN, REFERENCES, TOKENS, Omni, SplitOmni, checkpoint
 from tests.support.killed_stages import DTYPES, EVERY, IN_TURN, Killed, kill_at_every_tenth_output
 from tests.support.killed_voice import Voice
 from tests.support.rounding import OwnDecisions, deviations
@@ -23,7 +23,13 @@ from tests.support.shared_system import SharedSystem
 
 pytestmark = [pytest.mark.voice, pytest.mark.timeout(900)]
 
-STAGES = {**dict.fromkeys(REFERENCES, Omni.stages), "voice": Voice.stages}
+SPLIT = {f"{family}_split": family for family in REFERENCES}
+"""The pipelines with prefill apart from decode, by name, and their families."""
+STAGES = {
+    **dict.fromkeys(REFERENCES, Omni.stages),
+    **dict.fromkeys(SPLIT, SplitOmni.stages),
+    "voice": Voice.stages,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +43,13 @@ def opened(
     else:
         root = tmp_path_factory.getbasetemp() / "killed_stages"
         root.mkdir(exist_ok=True)
-        killed = Omni(configuration, name, checkpoint(name, root))
+        family = SPLIT.get(name, name)
+        killed = (SplitOmni if name in SPLIT else Omni)(configuration, family, checkpoint(family, root))
     with killed.running(fixture_processes) as shared_system:
         yield killed, shared_system
 
 
-IN_CI = {("qwen2_5", "noisy", IN_TURN), ("voice", "noisy", IN_TURN)}
+IN_CI = {("qwen2_5", "noisy", IN_TURN), ("qwen3_split", "noisy", IN_TURN), ("voice", "noisy", IN_TURN)}
 CASES = [
     pytest.param(
         (name, configuration),

@@ -48,6 +48,8 @@ CODES = {"qwen3": 33, "qwen2_5": 240}
 """Of each answer."""
 SEEDS = {"qwen3": 2, "qwen2_5": 5}
 """Of the weights: the greedy answers do not repeat themselves."""
+BLOCK = 5
+"""Positions of a prefill chunk where prefill and decode are two stages: of the question, several."""
 SPEAKERS = {"qwen3": "ethan", "qwen2_5": "Ethan"}
 REFERENCES: dict[str, type[ForcedReference]] = {"qwen3": ForcedQwen3, "qwen2_5": ForcedQwen25}
 
@@ -80,15 +82,18 @@ class Omni(Killed):
         self.family, self.model, self.dtype = family, model, DTYPES[configuration]
         self.question = Ask(STORY, speaker=SPEAKERS[family])
 
+    edges: ClassVar[dict[str, dict[str, Any]]] = {
+        "thinker": {"accepts": ("messages",), "emits": "text"},
+        "talker": {"inputs": ("thinker",)},
+        "decoder": {"inputs": ("talker",), "emits": "audio"},
+    }
+
     def open(self) -> AbstractAsyncContextManager[OmniSystem]:
-        edges: dict[str, dict[str, Any]] = {
-            "thinker": {"accepts": ("messages",), "emits": "text"},
-            "talker": {"inputs": ("thinker",)},
-            "decoder": {"inputs": ("talker",), "emits": "audio"},
-        }
         often = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
         stages = {
-            name: Stage(engine=engine, model=str(self.model), threads=1, restart=often, options=options, **edges[name])
+            name: Stage(
+                engine=engine, model=str(self.model), threads=1, restart=often, options=options, **self.edges[name]
+            )
             for name, (engine, options) in self.engines().items()
         }
         return OmniSystem.open(Pipeline(name=self.family, stages=stages))
@@ -126,6 +131,24 @@ class Omni(Killed):
             margin = MARGINS[self.dtype, part]
             assert self.note(part, each) < margin, f"{part}: decision {np.argmax(each)} lags by {max(each):.1e}"
             assert self.note(f"{part}, mean", np.mean(each)) < OF_MEAN * margin
+
+
+class SplitOmni(Omni):
+    """The same, with a thinker of two stages: "prefill", and "thinker" with the role "decode"."""
+
+    stages = ("prefill", *Omni.stages)
+    edges: ClassVar = {
+        **Omni.edges,
+        "prefill": {"accepts": ("messages",)},
+        "thinker": {"inputs": ("prefill",), "emits": "text"},
+    }
+
+    def engines(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        engines = super().engines()
+        name, options = engines.pop("thinker")
+        roles = {"prefill": "prefill", "thinker": "decode"}
+        thinkers = {stage: (name, {**options, "role": role, "prefill_chunk": BLOCK}) for stage, role in roles.items()}
+        return {**thinkers, **engines}
 
 
 @functools.cache

@@ -38,7 +38,7 @@ class SharedSystem:
             trio.from_thread.run(self._run, work, trio_token=self._token)
         finally:
             stages = self.omni.health().stages.values()
-            self._fixture_processes.update(replica.pid for [replica] in stages if replica.pid)
+            self._fixture_processes.update(each.pid for replicas in stages for each in replicas if each.pid)
 
     async def _run(self, work: Work) -> None:
         try:
