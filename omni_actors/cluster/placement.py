@@ -2,10 +2,12 @@
 
 Rules
 1. Colocated workers with the same number form a *unit*. All workers of a unit run on one node.
-2. A node has room for a unit if it is alive, has the label of each stage, and has devices for one more worker of each.
+2. A node has room for a unit if it is alive, has the labels of all stages of the group, and has devices for one more
+   worker of each stage of the unit.
 3. ``devices`` are counted on each node by itself: the n-th worker of a stage on a node gets the devices that the n-th
    worker of the stage gets on one machine (``config/devices.py``). Different stages may use one device.
-4. Among the nodes with room, the first difference decides: fewer workers of the same stage, for stages in ``spread``;
+4. Among the nodes with room, the first difference decides: devices for one more worker of each stage of the group, of
+   which a worker may be added later; fewer workers of the same stage, for stages in ``spread``;
    fewer workers on the same devices; CPUs left for all threads; more rings to workers on the node (the
    client is on the parent's node); fewer devices of any kind; more CPUs left; the earlier place in the list.
 5. Larger units are placed first. The workers of one unit are a subset of those of each larger unit of their group, so
@@ -157,11 +159,12 @@ class _Plan:
             return "it is lost"
         if pinned not in (None, node.name):
             return f"a colocated worker is on {pinned!r}"
+        for stage in self._group(unit[0]):
+            label = self._labels.get(stage)
+            if label is not None and not node.has(label):
+                return f"it does not have the label {label!r}" + f" of {stage!r}" * (len(self._group(unit[0])) > 1)
         places = []
         for address in unit:
-            label = self._labels.get(address.stage)
-            if label is not None and not node.has(label):
-                return f"it does not have the label {label!r}"
             at = self._place_on(node, address)
             if at is None:
                 return f"it has no devices for another worker of {address.stage!r}"
@@ -190,7 +193,9 @@ class _Plan:
         devices = {device for at in places for device in at.devices}
         shared = sum(not devices.isdisjoint(self.places[each].devices) for each in here)
         cpus_left = node.cpus - sum(self._threads(each) for each in (*here, *unit))
+        others = {*self._group(unit[0])} - {address.stage for address in unit}
         return (
+            any(self._place_on(node, Address(stage, unit[0].replica)) is None for stage in others),
             sum(stages[address.stage] for address in unit if address.stage in self._spread),
             shared,
             cpus_left < 0,

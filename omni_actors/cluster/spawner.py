@@ -96,6 +96,9 @@ class ClusterSpawner:
 
     # Workers and rings.
 
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
+        """Return at once: each worker has its node, and ``spawn`` waits for the node's agent (rule 2)."""
+
     @asynccontextmanager
     async def spawn(
         self,

@@ -1,4 +1,4 @@
-"""What a replica needs of its devices: that no other worker loads onto them, and that its worker sees no others."""
+"""What a replica needs for a worker: a place, and devices that no other worker loads onto, and that it sees alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from contextlib import AbstractAsyncContextManager
 from omni_actors.config.devices import VISIBLE
 from omni_actors.supervisor.process import Spawner, Worker
 from omni_actors.supervisor.replica import Replica
+
+
+async def wait_place(spawner: Spawner, replica: Replica) -> None:
+    """Wait until a worker of a replica can be started somewhere. It is no checkpoint if one can be.
+
+    The time does not count as loading. Meanwhile the replica's note says what it waits for.
+    """
+    note = replica.note
+
+    def on_waiting(reason: str) -> None:
+        replica.note = reason
+
+    await spawner.wait_place(replica.address, on_waiting)
+    replica.note = note
 
 
 async def lock_devices(replica: Replica) -> None:

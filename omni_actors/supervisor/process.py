@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -100,6 +100,15 @@ class Worker(ABC):
 
 class Spawner(Protocol):
     """Creates workers and the rings between them: on this machine (``LocalSpawner``), elsewhere, or in a simulation."""
+
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
+        """Wait until a worker can be started somewhere. It is no checkpoint if one can be.
+
+        The place may be gone when ``spawn`` is called later, which then raises SpawnFailed.
+
+        on_waiting: called with the reason, in words, each time that it waits.
+        """
+        ...
 
     def spawn(
         self,
@@ -325,6 +334,9 @@ def _start_process(
 
 class LocalSpawner:
     """Spawns workers as child processes."""
+
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
+        """Return at once: all workers run on this machine."""
 
     @asynccontextmanager
     async def spawn(

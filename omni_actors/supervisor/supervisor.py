@@ -233,6 +233,7 @@ class Supervisor:
         """Run a worker from its spawn until it is reaped. If cancelled, stop it."""
         incarnation = replica.incarnation
         try:
+            await devices.wait_place(self._spawner, replica)
             await devices.lock_devices(replica)
             async with devices.spawn(self._spawner, replica, self._mailbox_capacity) as worker:
                 incarnation.worker = worker

@@ -105,9 +105,9 @@ TABLE: dict[str, tuple[Pipeline, list[Node], str]] = {
         "a.0@z b.0@z",
     ),
     "larger units come first": (
-        chain({"colocate": (("a", "b"),), "nodes": {"b": "z"}}, a={**CUDA, "replicas": 2}, b={"replicas": 1}),
-        [Node(name="z", gpus=1), Node(name="y", gpus=1)],
-        "a.0@z:0 a.1@y:0 b.0@z",
+        chain({"colocate": (("b", "a"),)}, a={**CUDA, "replicas": 2}, b={**CUDA, "devices_per_replica": 2}),
+        [Node(name="y", gpus=1), Node(name="z", gpus=2)],
+        "a.0@z:0 a.1@y:0 b.0@z:0,1",
     ),
     "spread": (
         chain({"spread": ("a",)}, a={"replicas": 3, "standby": 1}, b={}),
@@ -221,8 +221,9 @@ def allowed(pipeline: Pipeline, nodes: Mapping[str, Node], at: Mapping[Address, 
     cluster = pipeline.cluster
     assert cluster is not None
     for address, node in at.items():
-        label = cluster.nodes.get(address.stage)
-        if not nodes[node].alive or not (label is None or nodes[node].has(label)):
+        group = next((each for each in cluster.colocate if address.stage in each), (address.stage,))
+        labels = [cluster.nodes[stage] for stage in group if stage in cluster.nodes]
+        if not nodes[node].alive or not all(map(nodes[node].has, labels)):
             return False
         for group in cluster.colocate:
             mates = {at[each] for each in at if each.stage in group and each.replica == address.replica}

@@ -109,6 +109,9 @@ class SimulatedSystem:
         self.counts = True
         """Whether deaths count against the restart intensity."""
         self.unspawnable: set[str] = set()
+        self.unplaceable: dict[Address, str] = {}
+        """Why workers cannot be placed, until ``places`` is unparked."""
+        self.places = trio.lowlevel.ParkingLot()
         self.prepare: Callable[[SimulatedWorker], None] = lambda worker: None
         """Called with every new worker."""
         self._pids = itertools.count(1)
@@ -168,6 +171,11 @@ class SimulatedSystem:
                 assert not worker.alive, "its block is left while it is alive"
                 del self.living[address]
                 nursery.cancel_scope.cancel()
+
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
+        while (reason := self.unplaceable.get(address)) is not None:
+            on_waiting(reason)
+            await self.places.park()
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         raise AssertionError("there are no edges")

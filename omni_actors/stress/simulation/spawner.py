@@ -34,6 +34,9 @@ class SimulatedSpawner:
         self.on_start: Callable[[Address], None] = lambda address: None
         """As in its workers."""
 
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
+        """There is one machine, and it has a place for every worker."""
+
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int, **inherited: Any) -> AsyncIterator[Worker]:
         pid = next(self._pids)

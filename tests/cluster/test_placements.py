@@ -1,0 +1,125 @@
+"""The places of a running pipeline's workers, as nodes come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from omni_actors.cluster.placement import PARENT, Node
+from omni_actors.cluster.placements import Placements
+from omni_actors.config import Cluster, Pipeline, Stage
+from omni_actors.errors import NoPlace
+from omni_actors.protocol.messages import Address
+
+HERE = Node(name="here", labels=(PARENT,))
+G1, G2 = (Node(name=name, labels=("gpu",), gpus=1) for name in ("g1", "g2"))
+A0, A1, B0, B1 = Address("a", 0), Address("a", 1), Address("b", 0), Address("b", 1)
+
+
+def placements(*nodes: Node, cluster: Mapping[str, Any] | None = None, a: Any = None, b: Any = None) -> Placements:
+    stages = {
+        "a": Stage(engine="echo", accepts=("script",), **(a or {})),
+        "b": Stage(engine="echo", inputs=("a",), emits="text", **(b or {})),
+    }
+    return Placements(Pipeline(name="two", stages=stages, cluster=Cluster(**(cluster or {}))), nodes)
+
+
+def node(found: Placements, address: Address) -> str:
+    """Start a worker, and return its node."""
+    at = found.find(address)
+    found.started(address)
+    return at.node
+
+
+def test_a_worker_keeps_its_place_over_its_restarts() -> None:
+    found = placements(G1, G2, a={"device": "cuda", "replicas": 2})
+    places = [found.find(A0), found.find(A1)]
+    assert [at.node for at in places] == ["g1", "g2"]
+    for address in (A0, A1):
+        found.started(address)
+        found.ended(address)
+    assert [found.find(A1), found.find(A0)] == places[::-1]
+
+
+def test_the_workers_of_a_lost_node_move() -> None:
+    found = placements(HERE, G1, G2, cluster={"nodes": {"a": "gpu"}})
+    assert (node(found, A0), node(found, B0)) == ("g1", "here")
+    found.lose("g1")
+    assert found.of(A0) is None
+    assert [each.alive for each in found.nodes] == [True, False, True]
+    found.ended(A0)
+    assert (node(found, A0), found.find(B0).node) == ("g2", "here")
+
+
+async def test_a_worker_waits_for_a_node_and_says_why(autojump_clock: trio.testing.MockClock) -> None:
+    found, reasons, at = placements(HERE, G1, cluster={"nodes": {"a": "gpu"}}), list[str](), list[str]()
+
+    async def wait() -> None:
+        at.append((await found.wait_place(A0, reasons.append)).node)
+
+    found.lose("g1")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        assert reasons == [
+            "no node can run a.0: here: it does not have the label 'gpu'; g1: it is lost",
+        ]
+        found.join(Node(name="g3"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(reasons) == 2
+        found.join(G1)
+    assert at == ["g1"]
+
+
+async def test_a_worker_waits_until_another_one_ends(autojump_clock: trio.testing.MockClock) -> None:
+    found, at = placements(G1, a={"device": "cuda", "replicas": 2}), list[str]()
+    node(found, A0)
+
+    async def wait() -> None:
+        at.append((await found.wait_place(A1, lambda reason: None)).node)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not at
+        found.ended(A0)
+    assert at == ["g1"], "the place of a worker that does not run is given away where there is no other"
+    found.started(A1)
+    with pytest.raises(NoPlace):
+        found.find(A0)
+
+
+def test_colocated_workers_get_a_node_that_takes_both_whichever_comes_first() -> None:
+    roomy = Node(name="roomy", labels=("red", "blue"), gpus=2)
+    nodes = [Node(name="red", labels=("red",), gpus=2), Node(name="one", labels=("red", "blue")), roomy]
+    for first, second in ((A0, B0), (B0, A0)):
+        cluster = {"colocate": (("a", "b"),), "nodes": {"a": "red", "b": "blue"}}
+        found = placements(*nodes, cluster=cluster, b={"device": "cuda"})
+        assert (node(found, first), node(found, second)) == ("roomy", "roomy")
+
+
+def test_colocated_workers_move_together() -> None:
+    found = placements(G1, G2, cluster={"colocate": (("a", "b"),)}, b={"device": "cuda"})
+    assert (node(found, A0), node(found, B0)) == ("g1", "g1")
+    found.lose("g1")
+    found.ended(A0)
+    found.ended(B0)
+    assert (node(found, B0), node(found, A0)) == ("g2", "g2")
+
+
+def test_a_later_worker_leaves_room_for_those_that_are_to_join_it() -> None:
+    nodes = [Node(name="small", gpus=0), Node(name="large", gpus=2)]
+    found = placements(*nodes, cluster={"colocate": (("a", "b"),)}, b={"device": "cuda"})
+    assert (node(found, A1), node(found, B1)) == ("large", "large")
+
+
+def test_a_plan_of_all_workers_at_first() -> None:
+    found = placements(HERE, G1, a={"device": "cuda"})
+    found.plan()
+    assert [found.find(each).node for each in (A0, B0)] == ["g1", "here"]
+    with pytest.raises(NoPlace, match=r"a\.1: here, g1: it has no devices"):
+        placements(HERE, G1, a={"device": "cuda", "replicas": 2}).plan()
