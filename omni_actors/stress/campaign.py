@@ -134,8 +134,11 @@ class Campaign:
             click.echo(f"repeat it with (processes race: add --times 20):\n{again}", err=True)
 
 
-def simulate(schedules: int, seed: int | None, json_file: Path | None) -> Sequence[Violation]:
-    """Simulate the schedules of the seeds from ``seed`` on. Returns the violations."""
+def simulate(schedules: int, seed: int | None, json_file: Path | None, nodes: int = 0) -> Sequence[Violation]:
+    """Simulate the schedules of the seeds from ``seed`` on. Returns the violations.
+
+    nodes: how many nodes there are; 0: one machine.
+    """
     from omni_actors.stress.simulation import simulation
 
     first, tally = _seed(seed), Tally()
@@ -143,7 +146,7 @@ def simulate(schedules: int, seed: int | None, json_file: Path | None) -> Sequen
     began = time.monotonic()
     with notes.status("simulating") as status:
         for number in range(schedules):
-            journal = simulation.simulate(first + number)
+            journal = simulation.simulate(first + number, nodes)
             tally.add(journal.tally)
             failed = failed or (journal if journal.tally.found else None)
             if number % 100 == 0:
@@ -151,11 +154,14 @@ def simulate(schedules: int, seed: int | None, json_file: Path | None) -> Sequen
     seconds = time.monotonic() - began
     click.echo(tally.as_markdown())
     notes.print(f"{_summary(tally)}, {60 * schedules / seconds:.0f} schedules a minute; times in the table are virtual")
-    _write_json(json_file, {"simulated": schedules, "seed": first, "seconds": seconds, **tally.as_json()})
+    _write_json(
+        json_file, {"simulated": schedules, "nodes": nodes, "seed": first, "seconds": seconds, **tally.as_json()}
+    )
     if failed is not None:
         click.echo("\n".join(failed.log), err=True)
         _print_violations(failed.tally.found)
-        click.echo(f"repeat it with:\npython -m omni_actors.stress --simulate 1 --seed {failed.seed}", err=True)
+        again = f"python -m omni_actors.stress --simulate 1 --seed {failed.seed}" + f" --nodes {nodes}" * bool(nodes)
+        click.echo(f"repeat it with:\n{again}", err=True)
     return tally.found
 
 

@@ -30,6 +30,11 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--soak", is_flag=True, help="One system at full load, a fault every 2 s: memory and throughput.")
 @click.option("--simulate", type=AT_LEAST_1, help="Run this many schedules on simulated workers, in virtual time.")
 @click.option(
+    "--nodes",
+    type=click.IntRange(min=2, max=1000),
+    help="With --simulate: run the workers on so many simulated nodes, which are lost and cut off.",
+)
+@click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
@@ -47,6 +52,7 @@ def stress_command(
     times: int,
     soak: bool,
     simulate: int | None,
+    nodes: int | None,
     json_file: Path | None,
     assignments: tuple[str, ...],
 ) -> None:
@@ -58,10 +64,12 @@ def stress_command(
     --simulate ignores CONFIG: it draws its own pipelines, with simulated workers, in one process. The n-th schedule has
     the seed --seed + n.
     """
+    if nodes is not None and simulate is None:
+        raise click.UsageError("--nodes needs --simulate")
     from omni_actors.stress import campaign as campaigns  # slow to import; other commands do not need it
 
     if simulate is not None:
-        if campaigns.simulate(simulate, seed, json_file):
+        if campaigns.simulate(simulate, seed, json_file, nodes=nodes or 0):
             raise SystemExit(1)
         return
     with click_errors(verbose=True):

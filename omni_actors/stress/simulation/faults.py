@@ -10,6 +10,7 @@ import trio
 from omni_actors.protocol import messages
 from omni_actors.protocol.messages import Address
 from omni_actors.stress.report import Timing
+from omni_actors.stress.simulation.cluster import SimulatedCluster
 from omni_actors.stress.simulation.journal import LOAD, Journal
 from omni_actors.stress.simulation.scenarios import LOAD_S, STEP_S
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
@@ -32,20 +33,34 @@ class FaultInjector:
 
     nursery: trio.Nursery
 
+    spawner: SimulatedSpawner | SimulatedCluster
+    """Set by ``use``."""
+
     def __init__(self, draw: random.Random, journal: Journal) -> None:
         self._draw, self._journal = draw, journal
         self.start_fault_rate = draw.choice((0.0, 0.05, 0.15))
         self._turn_s = draw.choice((0.0, 0.0, 0.001, 0.02))
-        self.spawner = SimulatedSpawner(self._behavior, journal.note)
+        self.use(SimulatedSpawner(self.behavior, journal.note))
         self.explained: set[int] = set()
         """pids of workers that may die."""
         self.failed_at_start: set[str] = set()
         """Stages whose first worker was made to fail."""
+        self.delayed: set[int] = set()
+        """pids of workers that may not be reached in time, so that a hang of theirs may be noticed late."""
         self._hung: dict[SimulatedWorker, str] = {}
         """Workers that were made to hang, and how."""
         self._spawned = set[Address]()
         self.is_first: Callable[[Address], bool] = lambda address: address not in self._spawned
         """Whether the worker that is being spawned is the first one of its replica."""
+
+    def use(self, spawner: SimulatedSpawner | SimulatedCluster) -> None:
+        """Inject faults into the workers of this spawner."""
+        self.spawner = spawner
+
+    def blame_nodes(self, pid: int) -> None:
+        """Note that a worker may die, or a hang of it be noticed late, because of its node or the network."""
+        self.explained.add(pid)
+        self.delayed.add(pid)
 
     def stop(self) -> None:
         """Inject no more, and take back what is planned."""
@@ -122,7 +137,7 @@ class FaultInjector:
             self._journal.note(f"{worker} is continued")
             worker.continue_process()
 
-    def _behavior(self, address: Address, pid: int) -> WorkerBehavior:
+    def behavior(self, address: Address, pid: int) -> WorkerBehavior:
         """Draw the behavior of a worker that is being spawned. Raises SpawnFailed if no process starts."""
         draw, first = self._draw, self.is_first(address)
         self._spawned.add(address)
@@ -152,7 +167,7 @@ class FaultInjector:
         has_slept: whether a stage was on its way to sleep after a time. Its workers may take as long as that call.
         """
         for worker, fault in self._hung.items():
-            if worker.hung_at is None or worker.died_at is None:
+            if worker.hung_at is None or worker.died_at is None or worker.pid in self.delayed:
                 continue
             took_s = worker.died_at - worker.hung_at
             if worker.ready_at is not None:

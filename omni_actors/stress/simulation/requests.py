@@ -14,6 +14,7 @@ from omni_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded, Req
 from omni_actors.stress import judge
 from omni_actors.stress.client import Client
 from omni_actors.stress.oracle import ExpectedAnswer
+from omni_actors.stress.simulation.cluster import SimulatedCluster
 from omni_actors.stress.simulation.journal import Journal
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.workload import Template, Workload
@@ -38,7 +39,13 @@ class SimulatedRequest(judge.TrackedRequest):
 class SimulatedClient(Client[SimulatedRequest]):
     """The client of one schedule. It judges all requests together, at the end."""
 
-    def __init__(self, draw: random.Random, workload: Workload, spawner: SimulatedSpawner, journal: Journal) -> None:
+    def __init__(
+        self,
+        draw: random.Random,
+        workload: Workload,
+        spawner: SimulatedSpawner | SimulatedCluster,
+        journal: Journal,
+    ) -> None:
         super().__init__(workload, journal.tally, trio.current_time, row_at=lambda at: journal.row)
         self._draw, self._spawner, self._journal = draw, spawner, journal
         self.closures = judge.Closures()

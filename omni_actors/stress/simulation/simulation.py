@@ -4,7 +4,8 @@ Rules
 1. Everything follows from the seed: the pipeline, its requests, the faults, how long things take, and in which order
    trio runs the tasks that are ready. The same seed gives the same log. With an odd seed, the engines decide at random.
    With a seed that three divides, stages have standbys, generation is paused, and stages sleep. With a seed that five
-   divides, replicas are added and removed.
+   divides, replicas are added and removed. With nodes, workers run on the nodes of a simulated cluster, which are lost
+   and cut off.
 2. Faults and requests are injected between any two steps of any two tasks: at every ``await``.
 3. Time is virtual (trio's mock clock): a deadline of 10 s passes as soon as no task has anything else to do.
 4. After each schedule, the simulation checks that every request has one outcome, and the right one (``judge``); that
@@ -23,15 +24,20 @@ import trio
 import trio.testing
 from trio._core import _run as trio_run
 
+from omni_actors.cluster.lease import DRIFT as DRIFT_OF_LEASES
 from omni_actors.orchestrator.trials import died_by_itself
 from omni_actors.protocol.messages import Address
 from omni_actors.stress import judge
 from omni_actors.stress.controls import Controls
 from omni_actors.stress.health_watch import HealthWatch
+from omni_actors.stress.simulation.agent import LEASE_S
+from omni_actors.stress.simulation.cluster import SimulatedCluster
 from omni_actors.stress.simulation.controls import SimulatedControls
 from omni_actors.stress.simulation.determinism import deterministic, report_unraisable
 from omni_actors.stress.simulation.faults import DYING_S, FaultInjector
 from omni_actors.stress.simulation.journal import Journal
+from omni_actors.stress.simulation.network import Network
+from omni_actors.stress.simulation.node_faults import DELAY_S, DRIFT, NodeFaults, draw_nodes, on_nodes
 from omni_actors.stress.simulation.requests import SimulatedClient
 from omni_actors.stress.simulation.scaling import SimulatedScaling
 from omni_actors.stress.simulation.scenarios import PATIENCE_S, SCENARIOS, SHUTDOWN_S, STEP_S, scenario
@@ -41,6 +47,8 @@ from omni_actors.system import OmniSystem
 
 MAX_STEPS, MAX_S = 100_000, 10 * PATIENCE_S
 """A schedule that takes more steps of tasks, or more virtual time, hangs."""
+FENCED_S = DRIFT_OF_LEASES * LEASE_S
+"""The workers of a stage on a node that does not answer are over after so long."""
 MAX_IDLE_WAITS = 1000
 """So does one that waits for I/O this often while no task takes a step."""
 TICK_S = 1.0
@@ -48,18 +56,22 @@ CHECKPOINT_BYTES = 1 << 16
 """More than the memory of a checkpoint of any engine in a schedule."""
 
 
-def simulate(seed: int) -> Journal:
-    """Run the schedule of this seed to its end."""
+def simulate(seed: int, nodes: int = 0) -> Journal:
+    """Run the schedule of this seed to its end.
+
+    nodes: how many nodes there are, the parent's included; 0: one machine.
+    """
     draw, journal = random.Random(seed), Journal(seed)
     WORK.clear()
-    simulation = Simulation(draw, journal)
+    simulation = Simulation(draw, journal, nodes)
     with deterministic(draw), report_unraisable(journal.unexpected):
         before = set(os.listdir("/proc/self/fd"))
         try:
             trio.run(simulation.run, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[simulation])
         except Exception as error:  # noqa: BLE001 - any exception is a finding
             journal.unexpected("the system", error)
-        simulation.check_work()
+        if not nodes:  # checkpoints do not travel, so steps are repeated
+            simulation.check_work()
         simulation.check_left(set(os.listdir("/proc/self/fd")) - before)
     return journal
 
@@ -67,7 +79,7 @@ def simulate(seed: int) -> Journal:
 class Simulation(trio.abc.Instrument):
     """One schedule. As a trio instrument it counts the steps of tasks, and acts at the steps that it has drawn."""
 
-    def __init__(self, draw: random.Random, journal: Journal) -> None:
+    def __init__(self, draw: random.Random, journal: Journal, nodes: int) -> None:
         self._draw, self._journal = draw, journal
         self._next_act, self._idle_waits = 0, 0
         is_controlled, is_scaled = journal.seed % 3 == 0, journal.seed % 5 == 0
@@ -80,6 +92,7 @@ class Simulation(trio.abc.Instrument):
         self._acts_left = draw.choice((2, 4, 6, 12))
         self._mean_gap = draw.choice((4, 20, 80))
         self._faults = FaultInjector(draw, journal)
+        self._cluster = self._make_cluster(nodes) if nodes else None
         self._ends_early = draw.random() < 0.1
         self._client = SimulatedClient(draw, self._workload, self._faults.spawner, journal)
         self._control = SimulatedControls(draw, self._workload, journal)
@@ -104,7 +117,29 @@ class Simulation(trio.abc.Instrument):
             self._acts += [*[self._control.pause] * 3, *[self._control.sleep] * 6]
         if is_scaled:
             self._acts += [self._scaling.scale] * 8
+        if self._cluster is not None:
+            node_faults = NodeFaults(draw, journal, self._cluster)
+            acts = (node_faults.kill_agent, node_faults.lose_nodes, node_faults.cut_off, node_faults.cut_links)
+            self._acts += [*acts] * 4
         journal.note(f"{self._workload.pipeline}")
+
+    def _make_cluster(self, count: int) -> SimulatedCluster:
+        draw, journal, faults = self._draw, self._journal, self._faults
+        nodes = draw_nodes(draw, count)
+        pipeline = on_nodes(draw, self._workload.pipeline)
+        journal.note(f"{pipeline.cluster}")
+        cluster = SimulatedCluster(
+            pipeline,
+            nodes,
+            Network(draw.choice(DELAY_S)),
+            behavior=faults.behavior,
+            note=journal.note,
+            explain=faults.blame_nodes,
+            violated=lambda fact: journal.violated("duplicated", fact),
+            rates=[draw.uniform(1 - DRIFT, 1 + DRIFT) for _ in nodes],
+        )
+        faults.use(cluster)
+        return cluster
 
     # trio's instrument
 
@@ -156,8 +191,13 @@ class Simulation(trio.abc.Instrument):
             async with trio.open_nursery() as nursery:
                 self._client.nursery = self._faults.nursery = nursery
                 self._control.nursery = self._scaling.nursery = nursery
+                stop_s = SHUTDOWN_S + DYING_S
+                if self._cluster is not None:
+                    self._cluster.nursery = nursery
+                    nursery.start_soon(self._cluster.network.run)
+                    stop_s += FENCED_S
                 closed_s = await self._run_system()
-                fair_s = (SHUTDOWN_S + DYING_S) * len(self._workload.stages) + DYING_S
+                fair_s = stop_s * len(self._workload.stages) + DYING_S
                 if closed_s > fair_s:
                     self._journal.violated("hung", f"closing took {closed_s:g} s; {fair_s:g} s are fair")
                 with trio.move_on_after(PATIENCE_S):
@@ -165,6 +205,8 @@ class Simulation(trio.abc.Instrument):
                         await trio.sleep(TICK_S)
                 if self._controls.in_force:
                     self._journal.violated("hung", "a pause, a sleep or a change of replicas does not end")
+                if self._cluster is not None and (left := self._cluster.close()):
+                    self._journal.violated("leaked", f"workers run on nodes: {', '.join(map(str, left))}")
                 nursery.cancel_scope.cancel()
         if self._scope.cancelled_caught:
             self._journal.violated("hung", f"no end after {self._journal.steps} steps, at {trio.current_time():g} s")

@@ -19,7 +19,7 @@ import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import trio
 
@@ -34,6 +34,16 @@ from omni_actors.worker.engine_loop import EngineLoop
 from ringbuf import Ring
 
 Note: TypeAlias = Callable[[str], None]
+
+
+class Reports(Protocol):
+    """What a worker sends its messages for the parent through."""
+
+    def send_nowait(self, envelope: Envelope, /) -> None: ...
+
+    def close(self) -> None:
+        """Called when it dies."""
+        ...
 
 
 class PlannedKill(BaseException):
@@ -82,8 +92,12 @@ class SimulatedWorker(Worker):
         self.address, self.behavior, self._note = address, behavior, note
         self.fault: str | None = None
         self._inbox_send, self._inbox = trio.open_memory_channel[_Posted](mailbox_capacity)
+        self._reports: Reports
         self._reports, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self._capacity = mailbox_capacity
+        self._freed = False
+        self.in_transit = 0
+        """Messages that were posted and have not reached its node yet."""
         self._scope = trio.CancelScope(shield=True)
         self._continued = trio.lowlevel.ParkingLot()
         self._bells = select.epoll()
@@ -120,7 +134,17 @@ class SimulatedWorker(Worker):
     @property
     def congested(self) -> bool:
         """As ``Mailbox.congested``."""
-        return 2 * self._inbox_send.statistics().current_buffer_used >= self._capacity
+        return 2 * self.waiting >= self._capacity
+
+    @property
+    def waiting(self) -> int:
+        """How many messages were posted that it has not read."""
+        return self.in_transit + self._inbox_send.statistics().current_buffer_used
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further message may be posted to it."""
+        return self.waiting >= self._capacity
 
     def post(self, message: messages.ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
         """As ``Mailbox.post``."""
@@ -145,7 +169,22 @@ class SimulatedWorker(Worker):
     def kill(self) -> None:
         self.die(signal="SIGKILL")
 
+    def report_to(self, reports: Reports) -> None:
+        """Send what it reports elsewhere, and not to ``incoming``."""
+        self._reports = reports
+
+    def fail(self, reason: str) -> None:
+        """Let the supervisor kill it for this reason, as for an undecodable packet."""
+        if self.fault is None:
+            self.fault = reason
+            self._reports.close()
+
     # faults
+
+    @property
+    def exit(self) -> WorkerExit | None:
+        """How it died; None while it lives."""
+        return self._exit
 
     @property
     def alive(self) -> bool:
@@ -312,7 +351,7 @@ class SimulatedWorker(Worker):
             self._note(f"{self} its {message} is lost")
             self.loses_pong, self.hung_at = False, trio.current_time()
             return
-        if self.alive:
+        if self.alive and self.fault is None:
             self._fds.difference_update(fds)
             self._reports.send_nowait((message, fds))
         self._fault_point()
@@ -327,7 +366,10 @@ class SimulatedWorker(Worker):
             self.planned_death = fault_points - 1, how
 
     def free(self) -> None:
-        """Do what the kernel does when a process is gone. The supervisor has closed its edges by then."""
+        """Do what the kernel does when a process is gone. The supervisor has closed its edges by then. Idempotent."""
+        if self._freed:
+            return
+        self._freed = True
         if self.loop is not None:
             self.loop.close()
         for ring in self.rings:
