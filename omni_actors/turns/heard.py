@@ -5,7 +5,8 @@ Rules
    enough to be speech carries words. So long pauses at commas and the silence at the end move no word.
 2. A pipeline that names the sentence of each sound gives exact times of sentences. One that does not is treated as one
    long sentence.
-3. A sentence whose sound is not complete is assumed to have ``LETTERS_PER_S``, or as much sound as there is.
+3. A sentence whose sound is not complete is assumed to be as fast as the complete sentences before it and one second
+   with ``LETTERS_PER_S``; and to have as much sound as there is, at least.
 4. A word is heard when half of its sound was played.
 """
 
@@ -17,8 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-LETTERS_PER_S = 15.0
-"""Letters in a second of speech, without its pauses."""
+LETTERS_PER_S = 24.0
+"""Letters, marks and spaces in a second of audible sound. With the pauses between words, these are about 15."""
 _FRAME_S = 0.02
 _AUDIBLE = 0.01
 """The RMS of a frame that carries speech, of a full scale of 1: -40 dB."""
@@ -90,14 +91,24 @@ class SpokenAnswer:
         played = int(played_ms / 1000 / _FRAME_S)
         if self._complete and played >= len(self._audible):
             return self._text
+        letters, audible = LETTERS_PER_S, round(1 / _FRAME_S)
         end = 0
         for number, sentence in enumerate(self._sentences):
             if sentence.first_frame >= played:
                 break
             start, stop = self._place(sentence, end)
+            text = self._text[start:stop]
             is_whole = self._complete or number + 1 < len(self._sentences)
-            end = max(end, start + self._heard_of(sentence, self._text[start:stop], played, is_whole))
+            if is_whole:
+                letters, audible = letters + _letters(text), audible + self._audible_in(sentence)
+            rate = None if is_whole else letters / audible
+            end = max(end, start + self._heard_of(sentence, text, played, rate))
         return self._text[:end]
+
+    def _audible_in(self, sentence: _Sentence, until: int | None = None) -> int:
+        """Return how many frames of a sentence are audible. until: only those before this one count."""
+        last = sentence.first_frame + sentence.frames
+        return sum(self._audible[sentence.first_frame : last if until is None else min(until, last)])
 
     def _place(self, sentence: _Sentence, after: int) -> tuple[int, int]:
         """Return where a sentence is in the text, at ``after`` or later, in whole words.
@@ -114,17 +125,24 @@ class SpokenAnswer:
         last = next(word for word in words if word.end() >= found.end())
         return words[0].start(), last.end()
 
-    def _heard_of(self, sentence: _Sentence, text: str, played: int, is_whole: bool) -> int:
-        """Return how many characters of a sentence were heard."""
-        first, last = sentence.first_frame, sentence.first_frame + sentence.frames
-        audible = sum(self._audible[first : min(played, last)])
+    def _heard_of(self, sentence: _Sentence, text: str, played: int, rate: float | None) -> int:
+        """Return how many characters of a sentence were heard.
+
+        rate: the letters in an audible frame, if the sound is not complete; None if it is.
+        """
         words = list(_WORD.finditer(text))
-        lengths = np.array([len(word[0]) + 1 for word in words], float)
-        total = sum(self._audible[first:last])
-        if not is_whole:
-            total = max(total, int(lengths.sum() / LETTERS_PER_S / _FRAME_S))
+        total: float = self._audible_in(sentence)
+        if rate is not None:
+            total = max(total, _letters(text) / rate)
         if not words or not total:
-            return len(text) if words and is_whole and played >= last else 0
+            is_over = rate is None and played >= sentence.first_frame + sentence.frames
+            return len(text) if words and is_over else 0
+        lengths = np.array([len(word[0]) + 1 for word in words], float)
         middles = (np.cumsum(lengths) - lengths / 2) / lengths.sum() * total
-        count = int(np.searchsorted(middles, audible, side="right"))
+        count = int(np.searchsorted(middles, self._audible_in(sentence, played), side="right"))
         return words[count - 1].end() if count else 0
+
+
+def _letters(text: str) -> int:
+    """Return the letters and marks of the words of a text, and a space behind each word."""
+    return sum(len(word[0]) + 1 for word in _WORD.finditer(text))

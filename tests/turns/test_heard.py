@@ -66,10 +66,18 @@ def test_text_that_is_ahead_of_its_sound_was_not_heard() -> None:
     answer.add_text("This is a long answer. Nobody has heard its second sentence yet.")
     answer.add_sound(loud(1), RATE)
     heard = answer.heard(1000)
-    assert heard == "This is a long"  # 15 letters a second
+    assert heard == "This is a long answer."  # 24 letters a second
     answer.add_sound(loud(7), RATE)
     answer.finish()
     assert answer.heard(1000) == "This is"
+
+
+def test_a_sentence_without_its_end_is_as_fast_as_those_before() -> None:
+    answer = SpokenAnswer()
+    answer.add_text("One two six ten. One two six ten one two six ten.")
+    answer.add_sound(loud(4), RATE, "One two six ten.")
+    answer.add_sound(loud(2), RATE, "One two six ten one two six ten.")
+    assert answer.heard(6000) == "One two six ten. One two six ten"  # 8 letters a second
 
 
 def test_an_answer_without_sound_was_not_heard() -> None:
@@ -117,7 +125,8 @@ def test_whisper_hears_the_same_words_to_one() -> None:
         "When I was a child, we lived near a small beach, and every morning we walked there with our dog.",
         "Please open the door. Then turn left, go straight on for a while, and you will see the station on the right.",
     )
-    differences = []
+    differences: list[int] = []
+    early: list[int] = []
     for text in texts:
         answer, parts, ends = SpokenAnswer(), [], []
         answer.add_text(text)
@@ -134,4 +143,13 @@ def test_whisper_hears_the_same_words_to_one() -> None:
         for at_ms in range(0, sum(map(len, parts)) * 1000 // RATE, 100):
             expected = sum(1000 * end <= at_ms for end in ends)
             differences.append(abs(len(answer.heard(at_ms).split()) - expected))
+            cut = SpokenAnswer()  # 1 s more was computed when the user spoke
+            cut.add_text(text)
+            left = (at_ms + 1000) * RATE // 1000
+            for sentence, part in zip(voice.split_sentences(text), parts, strict=True):
+                if left > 0:
+                    cut.add_sound(part[:left], RATE, sentence)
+                left -= len(part)
+            early.append(abs(len(cut.heard(at_ms).split()) - expected))
     assert np.mean(np.array(differences) <= 1) >= 0.95
+    assert np.mean(np.array(early) <= 1) >= 0.9
