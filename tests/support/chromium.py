@@ -36,7 +36,7 @@ class Page:
         self.errors: list[str] = []
         target = self._call("Target.createTarget", {"url": "about:blank"})["targetId"]
         self._session = self._call("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
             self._call(f"{domain}.enable")
 
     def _call(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -85,6 +85,10 @@ class Page:
         """Load a page, and return once its script runs."""
         self._call("Page.navigate", {"url": url})
         self.wait("document.readyState === 'complete'")
+
+    def metrics(self) -> dict[str, float]:
+        """Return the browser's own figures of the page, such as "TaskDuration": seconds of its main thread."""
+        return {each["name"]: each["value"] for each in self._call("Performance.getMetrics")["metrics"]}
 
     def block(self, *patterns: str) -> None:
         """Let requests for URLs of these patterns ("*" stands for anything) fail; no pattern: none fails any more."""

@@ -35,7 +35,8 @@ def unexpected(page: Page) -> list[str]:
 
 def test_a_pipeline_that_is_not_there_is_named_with_those_that_are(page: Page, studio: Server) -> None:
     page.open(f"{studio.url}/?pipeline=nothing")
-    page.wait(f"({PROBLEM}).includes('nothing')")
+    page.wait(f"({PROBLEM}).startsWith('The server refuses')")
+    assert "'nothing'" in page.evaluate(PROBLEM)
     assert page.evaluate("document.querySelector('.problem button').innerText") == "Try again"
     page.click(".problem a")
     page.wait("document.querySelector('.stages')")

@@ -79,13 +79,13 @@ function Header({ state, isConnected, theme, toggleTheme, setDialog, pipelines }
   </header>`;
 }
 
-// Why there is no connection, and what follows from it. Without a state there is nothing else to show.
+// Why there is no stream of states, and what follows from it. Without a state there is nothing else to show.
 function Problem({ problem, retries, state, pipelines }) {
   return html`<section class=${state ? "problem" : "problem panel alone"} role="alert">
-    <p><b>No connection to the server:</b> ${problem}</p>
+    <p><b>${retries ? "No connection to the server" : "The server refuses"}:</b> ${problem}</p>
     ${retries ? html`<p class="hint">${state ? "What you see is old. " : ""}The page tries again …</p>`
       : html`<button type="button" onClick=${follow}>Try again</button>`}
-    ${!state && chosen && !retries ? html`<p class="hint">This server has
+    ${!state && chosen && !retries ? html`<p class="hint">or open
       ${pipelines.map((name) => html` <a href=${`/?${new URLSearchParams({ pipeline: name })}`}>${name}</a>`)}</p>` : null}
   </section>`;
 }

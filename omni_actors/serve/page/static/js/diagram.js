@@ -6,6 +6,9 @@ import { layout } from "./layout.js";
 import { useClock, useStore } from "./store.js";
 import { bytes, html, seconds, useLayoutEffect, useRef, useState } from "./view.js";
 
+const DASHES = 12; // pixels of a dash and the gap after it, as in page.css
+const DASH_MS = 58; // for one of them
+
 function Replica({ stage, number, replica, recovered, hasChaos, limit }) {
   useClock(100, Boolean(replica.down_since));
   const label = replica.standby && replica.state === "ready" ? "standby" : replica.state;
@@ -40,15 +43,22 @@ function Faults({ stage, number, replica, limit }) {
       onClick=${() => inject(stage, number, fault)}>${fault}</button>`)}</div>`;
 }
 
+// Returns where the dashes of lines with bytes are now. They move when the page shows a new state, and not in each frame
+// of the screen: an animation would paint the diagram 60 times a second, with the CPU on many machines.
+function dashOffset() {
+  return -((performance.now() / DASH_MS) % DASHES);
+}
+
 function Edge({ path, label, rate, used, capacity }) {
   const isFlowing = rate.bytes > 0;
   const share = capacity ? used / capacity : 0;
   const width = 1.5 + (isFlowing ? Math.min(3, Math.log10(1 + rate.bytes / 100) * 0.7) : 0);
   return html`<g class="edge" data-flows=${isFlowing}>
+    <title>${`${bytes(used)} of ${bytes(capacity)} used`}</title>
     <path d=${path} stroke-width=${width} marker-end="url(#arrow)" />
-    ${isFlowing ? html`<path class="flow" d=${path} stroke-width=${width} />` : null}
-    <g class="label" transform=${`translate(${label.x} ${label.y}) rotate(${label.turn || 0})`}>
-      <title>${`${bytes(used)} of ${bytes(capacity)} used`}</title>
+    ${isFlowing ? html`<path class="flow" d=${path} stroke-width=${width}
+      style=${{ strokeDashoffset: dashOffset() }} />` : null}
+    <g class="label" data-used=${used > 0} transform=${`translate(${label.x} ${label.y}) rotate(${label.turn || 0})`}>
       <rect class="gauge" x="-17" y="5" width="34" height="3" rx="1.5" />
       <rect class="fill" x="-17" y="5" width=${34 * Math.min(1, share)} height="3" rx="1.5" />
       ${isFlowing ? html`<text y="0" text-anchor="middle">${bytes(rate.bytes)}/s</text>` : null}

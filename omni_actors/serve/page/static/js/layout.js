@@ -53,7 +53,7 @@ function sides(edges, skips) {
 function horizontal({ columns, depth, edges, height, width }) {
   const { below, above } = sides(edges, ({ from, to }) => (depth[to] ?? columns.length + 1) - (depth[from] ?? 0) > 1);
   const client = 54;
-  const gap = Math.max(62, Math.min(80, width / (columns.length * 3)));
+  const gap = Math.max(62, Math.min(70, width / (columns.length * 3)));
   const boxWidth = Math.min(230, (width - 2 * client - (columns.length + 1) * gap) / columns.length);
   const used = 2 * client + columns.length * boxWidth + (columns.length + 1) * gap;
   const left = (width - used) / 2;
