@@ -5,6 +5,8 @@ Two pipelines of SmolLM2 135M on the same two cores, measured in turn:
 one stage   the ``llm`` engine on ``--threads`` threads, which prefills and decodes
 two stages  ``configs/text_prefill.yaml``: prefill and decode, on one thread each
 
+With ``--engine vllm`` (in vLLM's environment), both are on vLLM, and two stages are ``configs/text_prefill_vllm.yaml``.
+
 In each window, ``READERS`` requests read answers that do not end, and prompts of ``--prompt`` tokens come in, the next
 one when the one before has its answer. A gap is the time between two tokens of a reader, at the client, from the first
 long prompt on. The ratios are those of two windows that follow one another; the median of the pairs counts.
@@ -46,12 +48,17 @@ BOUND = 0.5
 Row = dict[str, Any]
 
 
-def pipelines(chunk_layers: int, threads: int) -> dict[str, Pipeline]:
+def pipelines(engine: str, chunk_layers: int, threads: int) -> dict[str, Pipeline]:
     """Return both pipelines. The one stage has the options of the stage that decodes."""
-    two = config.load("text_prefill", {"stages.prefill.options.chunk_layers": chunk_layers})
+    if engine == "vllm":
+        two = config.load("text_prefill_vllm")
+    else:
+        two = config.load("text_prefill", {"stages.prefill.options.chunk_layers": chunk_layers})
     decode = two.stages["decode"]
     options = {**decode.options, "role": "both"}
-    llm = Stage(engine="llm", model=decode.model, accepts=("messages",), emits="text", threads=threads, options=options)
+    llm = Stage(
+        engine=engine, model=decode.model, accepts=("messages",), emits="text", threads=threads, options=options
+    )
     return {ONE: Pipeline(name="text", stages={"llm": llm}), TWO: two}
 
 
@@ -106,8 +113,8 @@ async def window(omni: OmniSystem, seconds: float, size: int, first: int) -> Row
         async for at in tokens(omni, reader):
             if last is not None:
                 (gaps if is_loaded else alone).append(at - last)
+                reading[reader].set()
             last = at
-            reading[reader].set()
 
     async with trio.open_nursery() as nursery:
         for reader in range(READERS):
@@ -125,15 +132,12 @@ async def window(omni: OmniSystem, seconds: float, size: int, first: int) -> Row
 
 
 async def measure(
-    rounds: int, seconds: float, size: int, chunk_layers: int, threads: int, sizes: Sequence[int]
+    both: dict[str, Pipeline], rounds: int, seconds: float, size: int, sizes: Sequence[int]
 ) -> tuple[dict[int, bool], dict[str, list[Row]]]:
     """Return whether answers are equal, by length of the prompt, and the windows of each pipeline."""
     found: dict[str, list[Row]] = {ONE: [], TWO: []}
     async with AsyncExitStack() as stack:
-        systems = {
-            name: await stack.enter_async_context(OmniSystem.open(each))
-            for name, each in pipelines(chunk_layers, threads).items()
-        }
+        systems = {name: await stack.enter_async_context(OmniSystem.open(each)) for name, each in both.items()}
         lengths = await compare(systems, sizes)
         for n in range(rounds):
             for name in (ONE, TWO) if n % 2 else (TWO, ONE):
@@ -181,16 +185,27 @@ def compared(found: dict[str, list[Row]]) -> Row:
 @click.option("--rounds", type=click.IntRange(min=0), default=4, show_default=True, help="Pairs of windows.")
 @click.option("--window-s", type=float, default=20.0, show_default=True, help="Seconds of a window.")
 @click.option("--prompt", "size", type=click.IntRange(1, 2500), default=2000, show_default=True, help="Tokens.")
-@click.option("--chunk-layers", type=click.IntRange(min=0), default=0, show_default=True, help="Layers in a chunk.")
+@click.option("--engine", type=click.Choice(["llm", "vllm"]), default="llm", show_default=True)
+@click.option(
+    "--chunk-layers", type=click.IntRange(min=0), default=0, show_default=True, help="Layers in a chunk of llm."
+)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of the one stage.")
 @click.option("--lengths/--no-lengths", "compares", default=True, help="Compare the ids of answers first.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
 def main(
-    rounds: int, window_s: float, size: int, chunk_layers: int, threads: int, compares: bool, json_file: Path | None
+    rounds: int,
+    window_s: float,
+    size: int,
+    engine: str,
+    chunk_layers: int,
+    threads: int,
+    compares: bool,
+    json_file: Path | None,
 ) -> None:
     """Measure, print a table, and exit with 1 if the bound is not met."""
     load = psutil.getloadavg()[0]
-    lengths, found = trio.run(measure, rounds, window_s, size, chunk_layers, threads, LENGTHS if compares else ())
+    both = pipelines(engine, chunk_layers, threads)
+    lengths, found = trio.run(measure, both, rounds, window_s, size, LENGTHS if compares else ())
     differ = [size for size, equal in lengths.items() if not equal]
     console = Console(width=120)
     console.print(
