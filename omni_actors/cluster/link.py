@@ -12,7 +12,7 @@ Back come single bytes: ALIVE, every few seconds, and CLOSED, when the consumer 
 Rule 1: a link moves bytes when its socket and its ring are ready, and never waits. Backpressure is TCP's: while the
 receiving ring is full, the receiving end does not read.
 Rule 2: payloads go from the memory of one ring to the kernel, and from the kernel to the memory of the other ring.
-Only records that arrive together with the end of another one (STAGE bytes at most) are copied once more.
+Only records that arrive together with the end of another one (READ_AHEAD bytes at most) are copied once more.
 Rule 3: a record becomes visible when it is complete. A link that breaks inside a record leaves no trace of it.
 Rule 4: an end of the stream without the end mark is a loss (``LinkBroken``). A link that has ended or is lost moves
 nothing more, and leaves the ring's end as it is until ``close``.
@@ -32,7 +32,7 @@ ALIVE: Final = b"\0"
 CLOSED: Final = b"\1"
 TURN_BYTES: Final = 1 << 20
 """A link moves about so much before other links have their turn."""
-STAGE: Final = 64 << 10
+READ_AHEAD: Final = 64 << 10
 """Bytes that are read beyond the end of a record: they may be many small records."""
 
 

@@ -247,8 +247,8 @@ class Pump:
                 self._forget(link)
 
     def _lose(self, link: Link, why: str) -> None:
-        link.lose()
         self._forget(link)
+        link.lose()
         self._on_lost(link.link_id, why)
 
     def _forget(self, link: Link) -> None:

@@ -1,15 +1,15 @@
 """The end of a link on the consumer's node: records go from the socket to the ring's memory (rules in ``link``).
 
 A read asks for the rest of the record under way, straight into its place in the ring, and in the same call for what
-follows it: for the next header alone after a large record, else for up to STAGE bytes, which may be many small records.
-Those pass the *stage*, a buffer of this process.
+follows it: for the next header alone after a large record, else for up to READ_AHEAD bytes, which may be many small
+records. Those pass the read-ahead buffer of this process.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from omni_actors.cluster.link import ALIVE, CLOSED, HEADER, STAGE, TURN_BYTES, Link, LinkBroken
+from omni_actors.cluster.link import ALIVE, CLOSED, HEADER, READ_AHEAD, TURN_BYTES, Link, LinkBroken
 from ringbuf import MessageTooLarge, Producer, RingClosed
 
 _LARGE: Final = 32 << 10
@@ -22,9 +22,9 @@ class ReceivingLink(Link):
     def __init__(self, link_id: int, producer: Producer) -> None:
         super().__init__(link_id)
         self._producer = producer
-        self._stage = memoryview(bytearray(STAGE))
-        self._begin = self._end_of_stage = 0
-        """The part of the stage that holds bytes."""
+        self._ahead = memoryview(bytearray(READ_AHEAD))
+        self._begin = self._stop = 0
+        """Where in it bytes begin and stop that are not stored yet."""
         self._room: memoryview | None = None
         """The reservation that is being filled."""
         self._filled = 0
@@ -39,7 +39,7 @@ class ReceivingLink(Link):
     def step(self) -> bool:
         moved = 0
         while True:
-            if not self._discards and not self._empty_stage():
+            if not self._discards and not self._store_ahead():
                 return False
             if self.state != "open":
                 return False
@@ -65,30 +65,30 @@ class ReceivingLink(Link):
         self._producer.close()
 
     def _fill(self) -> int | None:
-        """Receive into the reservation, and behind it into the stage. Returns as ``Channel.receive``."""
-        window = HEADER.size if self._was_large else STAGE
+        """Receive into the reservation, and behind it into the read-ahead buffer. Returns as ``Channel.receive``."""
+        window = HEADER.size if self._was_large else READ_AHEAD
         if self._room is None:
-            at = self._end_of_stage
-            count = self._receive([self._stage[at:window]])
-            self._end_of_stage += count or 0
+            at = self._stop
+            count = self._receive([self._ahead[at:window]])
+            self._stop += count or 0
             return count
         rest = self._room[self._filled :]
-        count = self._receive([rest, self._stage[:window]])
+        count = self._receive([rest, self._ahead[:window]])
         if count is not None:
             self._filled += min(count, len(rest))
-            self._begin, self._end_of_stage = 0, max(0, count - len(rest))
+            self._begin, self._stop = 0, max(0, count - len(rest))
         rest.release()
         return count
 
-    def _empty_stage(self) -> bool:
-        """Move what is on the stage into the ring. Returns False when that has no room: the doorbell will ring."""
+    def _store_ahead(self) -> bool:
+        """Move what was read ahead into the ring. Returns False when that has no room: the doorbell will ring."""
         try:
             while True:
                 if self._room is None and not self._next_header():
                     return True
                 if self._room is None and not self._reserve():
                     return False
-                if not self._fill_from_stage():
+                if not self._complete():
                     return True
         except RingClosed as error:
             if error.end == "producer":
@@ -101,15 +101,16 @@ class ReceivingLink(Link):
             return True
 
     def _next_header(self) -> bool:
-        """Read a header from the stage, unless one waits for room. Returns False: none is there, or none will be."""
+        """Take a header that was read ahead, unless one waits for room. Returns False: there is none, or no more."""
         if self._kind:
             return True
-        begin, end = self._begin, self._end_of_stage
+        begin, end = self._begin, self._stop
         if end - begin < HEADER.size:
-            self._stage[: end - begin] = bytes(self._stage[begin:end])
-            self._begin, self._end_of_stage = 0, end - begin
+            if begin and end > begin:
+                self._ahead[: end - begin] = bytes(self._ahead[begin:end])
+            self._begin, self._stop = 0, end - begin
             return False
-        first, self._place = HEADER.unpack_from(self._stage, begin)
+        first, self._place = HEADER.unpack_from(self._ahead, begin)
         self._begin = begin + HEADER.size
         if not first:
             self._producer.close()
@@ -132,12 +133,12 @@ class ReceivingLink(Link):
             if self._producer.park():
                 return False
 
-    def _fill_from_stage(self) -> bool:
-        """Copy from the stage, and commit the record if it is complete. Returns whether it is."""
+    def _complete(self) -> bool:
+        """Copy what was read ahead, and commit the record if it is complete. Returns whether it is."""
         room = self._room
         assert room is not None
-        size = min(len(room) - self._filled, self._end_of_stage - self._begin)
-        room[self._filled : self._filled + size] = self._stage[self._begin : self._begin + size]
+        size = min(len(room) - self._filled, self._stop - self._begin)
+        room[self._filled : self._filled + size] = self._ahead[self._begin : self._begin + size]
         self._filled += size
         self._begin += size
         if self._filled < len(room):
@@ -155,6 +156,6 @@ class ReceivingLink(Link):
 
     def _discard(self) -> int | None:
         try:
-            return self._receive([self._stage])
+            return self._receive([self._ahead])
         except OSError:  # it has closed the connection, and nothing that it sent is missed
             return 0
