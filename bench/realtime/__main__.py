@@ -97,7 +97,7 @@ def show_ends(console: Console, found: Sequence[end_of_turn.Heard]) -> bool:
     held = True
     for each in found:
         noise = "none" if each.noise_db is None else f"-{each.noise_db} dB"
-        delays = [quantiles(values, 50, 95, 100) for values in (each.starts_s, each.ends_s)]
+        delays = [quantiles(values, 50, 95, 100) for values in (each.starts_s, each.ends_s, each.positions_s)]
         table.add_row(each.detection, noise, str(len(each.ends_s) + each.wrong), str(each.wrong), *delays)
         held &= not each.wrong and 1000 * quantile(each.ends_s, 95) <= END_MS[each.detection]
     console.print(table)

@@ -1,7 +1,7 @@
 """Sentences with pauses between them, in sessions with each kind of turn detection and each noise, all at a time.
 
 The sound is that of ``bench.turns``, which measures the detectors alone, in positions of the stream. Here, delays end
-when the event has arrived.
+when the event has arrived. The sessions begin one after the other, so that their sentences do not end together.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from bench.realtime.user import Spoken, at_rate, talking
 
 AFTER_S = 1.0
 """How long the session lasts behind the last pause."""
+STAGGER_S = 0.65
+"""Between the starts of two sessions."""
 
 
 @dataclass
 class Heard:
     """What one session found. Delays are seconds from the first and from the last audible sample of a sentence.
 
+    positions_s: as ``ends_s``, but in the sound: where the server found the end.
     wrong: how many sentences were cut, missed or joined.
     """
 
@@ -30,18 +33,20 @@ class Heard:
     noise_db: int | None
     starts_s: list[float]
     ends_s: list[float]
+    positions_s: list[float]
     wrong: int
 
 
-async def listen(server: Server, detection: str, noise_db: int | None, sentences: int) -> Heard:
-    """Say sentences in one session."""
+async def listen(server: Server, detection: str, noise_db: int | None, sentences: int, after_s: float) -> Heard:
+    """Say sentences in one session, after some seconds."""
+    await asyncio.sleep(after_s)
     conversation = turns.converse([turns.say(text) for text in turns.SENTENCES[:sentences]], noise_db)
     asked = config(turn_detection={"type": detection, "create_response": False})
     async with talking(server.client, asked, 0.0) as user:
         spoken = user.microphone.say(at_rate(conversation.sound))
         await asyncio.sleep(spoken.ends - time.monotonic() + AFTER_S)
         started, stopped = (user.seen(f"input_audio_buffer.speech_{name}") for name in ("started", "stopped"))
-    return compare(Heard(detection, noise_db, [], [], 0), spoken, conversation, started, stopped)
+    return compare(Heard(detection, noise_db, [], [], [], 0), spoken, conversation, started, stopped)
 
 
 def compare(
@@ -54,12 +59,14 @@ def compare(
     """Add to ``heard`` the delays of the events that arrived, and the number of wrong sentences."""
     for begin_ms, end_ms in conversation.spoken_ms:
         begin, end = (spoken.begins + ms / 1000 for ms in (begin_ms, end_ms))
-        mine = [[at for at, _ in events if begin <= at < end + turns.PAUSE_S] for events in (started, stopped)]
-        if [len(each) for each in mine] != [1, 1] or mine[1][0] < end:
+        limit = end + turns.PAUSE_S
+        starts, ends = ([each for each in events if begin <= each[0] < limit] for events in (started, stopped))
+        if (len(starts), len(ends)) != (1, 1) or ends[0][0] < end:
             heard.wrong += 1
             continue
-        heard.starts_s.append(mine[0][0] - begin)
-        heard.ends_s.append(mine[1][0] - end)
+        heard.starts_s.append(starts[0][0] - begin)
+        heard.ends_s.append(ends[0][0] - end)
+        heard.positions_s.append((ends[0][1].audio_end_ms - end_ms) / 1000 - spoken.position_s)
     return heard
 
 
@@ -67,5 +74,7 @@ async def measure(server: Server, sentences: int) -> list[Heard]:
     """Say so many sentences in one session for each kind of detection and each noise, at the same time."""
     plans = [(detection, noise_db) for detection in turns.SETTINGS for noise_db in turns.NOISE_DB]
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(listen(server, *plan, sentences)) for plan in plans]
+        running = [
+            tasks.create_task(listen(server, *plan, sentences, number * STAGGER_S)) for number, plan in enumerate(plans)
+        ]
     return [each.result() for each in running]

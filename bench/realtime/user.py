@@ -45,10 +45,14 @@ def at_rate(sound: turns.Sound) -> turns.Sound:
 
 
 class Spoken(NamedTuple):
-    """When the first and the last sample were spoken, in seconds of ``time.monotonic``."""
+    """When the first and the last sample were spoken, in seconds of ``time.monotonic``.
+
+    position_s: of the first sample, in the sound of the session.
+    """
 
     begins: float
     ends: float
+    position_s: float
 
 
 class Underrun(NamedTuple):
@@ -122,8 +126,9 @@ class Microphone:
         """Speak with the next block. Nothing else is being said. Return when."""
         assert not len(self._speech)
         self._speech = sound
-        begins = self._began + self._blocks * BLOCK_S
-        return Spoken(begins, begins + len(sound) / RATE)
+        position_s = self._blocks * BLOCK_S
+        begins = self._began + position_s
+        return Spoken(begins, begins + len(sound) / RATE, position_s)
 
 
 class User:

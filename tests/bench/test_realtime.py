@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,9 +81,10 @@ def test_sentences_that_are_cut_missed_or_found_too_soon_are_wrong() -> None:
         silence, [(2000.0 + 5000 * number, 5000.0 + 5000 * number) for number in range(4)]
     )
     started = [(at, None) for at in (102.1, 107.1, 108.0, 112.1)]
-    stopped = [(at, None) for at in (105.5, 107.9, 110.5, 114.9)]
-    heard = end_of_turn.Heard("server_vad", None, [], [], 0)
-    found = end_of_turn.compare(heard, Spoken(100.0, 122.0), conversation, started, stopped)
+    stopped = [(at, SimpleNamespace(audio_end_ms=1000 * at - 92_600)) for at in (105.5, 107.9, 110.5, 114.9)]
+    heard = end_of_turn.Heard("server_vad", None, [], [], [], 0)
+    found = end_of_turn.compare(heard, Spoken(100.0, 122.0, 7.5), conversation, started, stopped)
     assert found.wrong == 3
     assert found.starts_s == pytest.approx([0.1])
     assert found.ends_s == pytest.approx([0.5])
+    assert found.positions_s == pytest.approx([0.4])
