@@ -55,7 +55,7 @@ class BargeIn:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether there is speech of which is not known yet whether it cuts the answer."""
+        """Whether speech is in progress that may still be a backchannel."""
         return self._state is _State.UNDECIDED
 
     def reset(self) -> None:

@@ -24,7 +24,7 @@ from omni_actors.turns.silero import SAMPLE_RATE, WINDOW, SpeechProbability
 _WINDOW_MS = WINDOW * 1000 // SAMPLE_RATE
 _START_WINDOWS = 2
 _DEAF_WINDOWS = 4
-"""The model finds speech in so many windows after its end, at most. The next turn's sound has them too."""
+"""After speech has ended, the model still finds speech in at most so many windows."""
 _HYSTERESIS, _LOWEST = 0.15, 0.01
 _DEFAULTS = ServerVad()
 

@@ -14,7 +14,7 @@ SHORTEST_MS = 100
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What the user said in one turn. data: in ``format``."""
+    """The sound of one turn of the user. data: its bytes, in ``format``."""
 
     data: bytes
     format: AudioFormat
@@ -84,7 +84,10 @@ class InputAudio:
         return max(0, min(frames, len(self._data) // frame_bytes(format))) * frame_bytes(format)
 
     def recording(self, format: AudioFormat, until_ms: float | None = None) -> Recording:
-        """Return a copy of the content, or of what of it is before a position. Raises HTTPError: it is too short."""
+        """Return a copy of the content; with ``until_ms``, of the sound before that position.
+
+        Raises HTTPError: it is too short.
+        """
         end_ms = self.end_ms(format) if until_ms is None else until_ms
         whole = self._size_until(end_ms, format)
         recording = Recording(bytes(self._data[:whole]), format)

@@ -245,7 +245,7 @@ async def _chained(first: str, parts: trio.MemoryReceiveChannel[str]) -> AsyncIt
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's usage. The engines do not tell text and sound apart: all tokens count as text."""
+    """Return OpenAI's usage. Tokens of recordings count as text tokens: an omni model's engine counts them together."""
     return {
         "total_tokens": prompt_tokens + completion_tokens,
         "input_tokens": prompt_tokens,

@@ -25,10 +25,10 @@ class ResponseSettings:
         config: the configuration of this response.
         body: its tools, in the form of the chat API.
         params: the engines' parameters of the answer.
-        speech: the engines' parameters of a script, of those in ``params``.
+        speech: the engines' parameters of a request that speaks the text.
         head: the fields of the response object that do not change.
         is_spoken: whether the answer is spoken.
-        speaks_apart: whether a request of its own speaks the text.
+        speaks_apart: whether the text is spoken by a second request, which ``speech`` is for.
     """
 
     def __init__(

@@ -266,7 +266,7 @@ class Session:
             raise bad_request(message, "audio", "unsupported_input")
 
     def commit_turn(self, until_ms: float | None, item_id: str) -> None:
-        """Make the buffer, or what of it is before a position, an item. Raises HTTPError."""
+        """Make an item of the buffer's sound; with ``until_ms``, of that before the position. Raises HTTPError."""
         self._require_hearing()
         format = self._config.audio.input.format
         recording = self._input.recording(format, until_ms)
