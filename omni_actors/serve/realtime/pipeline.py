@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from omni_actors.serve.realtime.response_settings import ResponseSettings
 
 TRANSCRIBE = "Transcribe the recording. Answer with its words alone."
-_SILENCE = AudioChunk(np.zeros(1600, np.float32), 16_000)
+_NO_SOUND = AudioChunk(np.zeros(0, np.float32), 16_000)
 
 
 class SessionPipeline:
@@ -65,13 +65,13 @@ class SessionPipeline:
     async def check_language(self, language: str) -> None:
         """Refuse a language that the transcriber does not know. Raises InvalidRequest.
 
-        Only the worker that has loaded the model knows its languages, so this transcribes 0.1 s of silence. A language
-        is not refused if that fails for another reason, such as overload.
+        Only the worker that has loaded the model knows its languages, so this submits a recording without sound. It is
+        refused for its language, or because it has no sound. A language is not refused if the system is overloaded.
         """
         if not self.transcribes:
             return
         try:
-            generation = self.transcribe(_SILENCE, language)
+            generation = self.transcribe(_NO_SOUND, language)
             try:
                 async for _ in generation:
                     pass
