@@ -67,7 +67,7 @@ class _Top:
         self._update(source)
         await trio.sleep(self._interval)
         self._update(source)
-        self._console.print(self._screen(source, lines=None), no_wrap=True, crop=False)
+        self._console.print(self._screen(source, lines=None), crop=False)
         scope.cancel()
 
     async def _live(self, source: StateSource, scope: trio.CancelScope) -> None:
