@@ -3,6 +3,7 @@
 # make test    set up and run the tests
 # make test-perf   the tests that measure time, one after the other, and the expensive ones
 # make test-kills   SIGKILL at every tenth output, and every denoising step, of every stage; takes an hour
+# make test-cluster   the tests on a Ray cluster, which they start on this machine
 # make test-portable   the numeric tests, with rounding noise as other machines have it
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
 # make lint    what CI asks of every file
@@ -28,7 +29,7 @@ PORT ?= 8091
 QUESTION ?= What is the capital of France?
 PROMPT ?= a red circle
 BIN := .venv/bin
-EXTRAS := voice,omni,image,dev
+EXTRAS := voice,omni,image,cluster,dev
 BENCH_EXTRAS := $(EXTRAS),bench
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -37,7 +38,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo demo-image serve test test-perf test-kills test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
+.PHONY: help setup demo demo-image serve test test-perf test-kills test-cluster test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
 .DELETE_ON_ERROR:
 
 help:
@@ -68,14 +69,17 @@ serve: setup
 	$(BIN)/omni-actors serve voice --port $(PORT)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 -m "not perf and not slow and not kills" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not perf and not slow and not kills and not cluster" $(PYTEST_ARGS)
 
 test-perf: setup
 	$(BIN)/python -m pytest -m "perf" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n 2 --timeout 300 -m "slow and not perf and not kills" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --timeout 300 -m "slow and not perf and not kills and not cluster" $(PYTEST_ARGS)
 
 test-kills: setup
 	$(BIN)/python -m pytest -m "kills" $(PYTEST_ARGS)
+
+test-cluster: setup
+	$(BIN)/python -m pytest -m "cluster" $(PYTEST_ARGS)
 
 # Each run has a seed of the noise and a number of threads of the engines. The expensive tests take part in the first.
 PORTABLE_RUNS := 1,1 2,2 3,1

@@ -100,6 +100,7 @@ LAYERS: dict[str, set[str]] = {
         "omni_actors.outputs",
         "omni_actors.orchestrator",
         "omni_actors.supervisor",
+        "omni_actors.cluster",
         "omni_actors.protocol",
         "ringbuf",
         *LEAVES,
@@ -171,6 +172,7 @@ HEAVY = {"torch", "transformers", "onnxruntime", "faster_whisper", "ctranslate2"
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "ringbuf": HEAVY | {"trio"},
     "omni_actors": HEAVY,
+    "omni_actors.cluster.ray_helper": HEAVY - {"ray"},  # a process of its own
     "omni_actors.cli": HEAVY - {"torch"},  # "config explain" counts the machine's devices
     "omni_actors.turns": (HEAVY - {"onnxruntime"}) | {"trio"},
     "omni_actors.errors": HEAVY | {"numpy", "trio"},

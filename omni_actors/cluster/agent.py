@@ -19,6 +19,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Annotated, Final
@@ -245,13 +246,23 @@ class _Log(logging.Handler):
         super().close()
 
 
+def run_in_main_thread(settings: AgentSettings) -> None:
+    """Run an agent until its control connection ends. Raises AgentFailed, RuntimeError (not the main thread).
+
+    The kernel ends workers with the *thread* that has started them, so it must be the one that lasts.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("an agent runs in the main thread of its process")
+    trio.run(partial(run_agent, settings))
+
+
 def main() -> None:
     """Run an agent as a process of its own. Its settings are a line of JSON on stdin, so that no list shows them."""
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=AgentSettings)
     for stop_signal in (signal.SIGINT, signal.SIGTERM):  # which a terminal sends to all processes; the parent ends it
         signal.signal(stop_signal, lambda *_: None)
     try:
-        trio.run(partial(run_agent, settings))
+        run_in_main_thread(settings)
     except AgentFailed as error:
         sys.exit(f"the agent failed: {error}")
 

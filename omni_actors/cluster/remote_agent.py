@@ -32,11 +32,19 @@ WORKER_LOGGERS = "omni_actors.worker."
 class RemoteAgent:
     """One agent.
 
-    node: its node's name. number: its own, which no other agent of this parent has. on_link_lost: called with the
-    generation of a ring whose link has broken, and the reason.
+    node: its node's name. number: its own, which no other agent of this parent has. on_lost: called once it is lost.
+    on_link_lost: called with the generation of a ring whose link has broken, and the reason.
     """
 
-    def __init__(self, node: str, number: int, lease_s: float, on_link_lost: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        node: str,
+        number: int,
+        lease_s: float,
+        *,
+        on_lost: Callable[[], None],
+        on_link_lost: Callable[[int, str], None],
+    ) -> None:
         self.node, self.number = node, number
         self.links = ("", 0)
         """Host and port where the agent accepts links, once it is ``up``."""
@@ -47,7 +55,7 @@ class RemoteAgent:
         """up: it runs and has a lease, or is lost. fenced: no worker of it runs any more."""
         self._process_ended = trio.Event()
         self._lease = GrantedLease(lease_s, now())
-        self._on_link_lost = on_link_lost
+        self._on_lost, self._on_link_lost = on_lost, on_link_lost
         self._connection: Connection[control.FromAgent] | None = None
         self._numbers = itertools.count(1)
         self._workers: dict[int, RemoteWorker] = {}
@@ -104,6 +112,7 @@ class RemoteAgent:
     async def run(self, connection: Connection[control.FromAgent]) -> None:
         """Serve the agent's connection until it is lost, and wait until no worker runs. Cancelling gives it up."""
         self._connection, self._ran = connection, True
+        self._lease = GrantedLease(self._lease.lease_s, now())  # the agent's process may have started long ago
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -138,6 +147,7 @@ class RemoteAgent:
             self._lease.give_up()
             self._connection = None
             self._scope.cancel()
+            self._on_lost()
             self.up.set()
             if not self._ran:
                 self.fenced.set()

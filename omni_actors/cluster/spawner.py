@@ -2,8 +2,8 @@
 
 Rules
 1. Each node but the parent's has one agent at a time (``remote_agent``). A lost one gets a successor when no worker of
-   the lost one can run any more.
-2. A worker that is to start on a node without an agent waits for one, for as long as its stage may take to load.
+   the lost one can run any more. Workers are started there again once the successor has a lease.
+2. Where a worker runs is decided elsewhere (``Places``).
 3. A link breaks when the node or the worker at one end is lost. Its ring is then closed as that of any dead worker. If
    a link breaks and its ring is not closed within ``LINK_S``, the worker at its receiving end is killed; if that end is
    on the parent's node, the worker at the sending end. Restarts and replays do the rest.
@@ -26,20 +26,21 @@ from omni_actors.cluster.cluster_ring import ClusterRing, End
 from omni_actors.cluster.connection import Connection, shake_hands
 from omni_actors.cluster.control import FROM_AGENT, MakeRing
 from omni_actors.cluster.handshake import Acceptor, HandshakeFailed
-from omni_actors.cluster.placement import PARENT
+from omni_actors.cluster.placement import PARENT, Node, Place
 from omni_actors.cluster.pump import Pump
 from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.cluster.remote_worker import RemoteWorker
-from omni_actors.errors import ClusterUnavailable
+from omni_actors.config.devices import VISIBLE
+from omni_actors.errors import ClusterUnavailable, NoPlace
 from omni_actors.protocol.messages import Address
-from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner, Worker
+from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner, SpawnFailed, Worker
 from ringbuf import Ring
 
 LEASE_S: Final = 10.0
 START_S: Final = 60.0
 """Seconds that an agent has from its start to its first lease."""
-RESTART_S: Final = 1.0
-"""Seconds between the end of an agent and the start of its successor."""
+RESTART_S: Final = (1.0, 30.0)
+"""Seconds between the end of an agent and the start of its successor: the first time, and at most after failures."""
 LINK_S: Final = 1.0
 """Seconds in which the loss of a node or the death of a worker explains that a link breaks."""
 MOST_STRANGERS: Final = 64
@@ -56,16 +57,49 @@ class AgentStarter(Protocol):
         ...
 
 
-class ClusterSpawner:
-    """See ``Spawner``. Open it with ``open_cluster``.
+class Places(Protocol):
+    """Where workers run, as nodes come and go."""
 
-    place: returns the node of a worker; ``PARENT`` is the parent's own.
-    """
+    def find(self, address: Address) -> Place:
+        """Return the place of a worker that is to be started. Raises NoPlace."""
+        ...
+
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> object:
+        """Wait until a worker has a place. on_waiting: called with the reason each time that it waits."""
+        ...
+
+    def started(self, address: Address) -> None:
+        """Note that a worker runs at its place."""
+        ...
+
+    def ended(self, address: Address) -> None:
+        """Note that nothing of a worker is left."""
+        ...
+
+    def join(self, node: Node) -> None:
+        """Use a node from now on."""
+        ...
+
+    def lose(self, name: str) -> None:
+        """Start no worker on a node any more."""
+        ...
+
+
+class ClusterSpawner:
+    """See ``Spawner``. Open it with ``open_cluster``, which has the arguments."""
 
     def __init__(
-        self, starter: AgentStarter, place: Callable[[Address], str], *, host: str, lease_s: float, start_s: float
+        self,
+        nodes: Sequence[Node],
+        starter: AgentStarter,
+        places: Places,
+        *,
+        host: str,
+        lease_s: float,
+        start_s: float,
     ) -> None:
-        self._starter, self._place, self._lease_s, self._start_s = starter, place, lease_s, start_s
+        self._nodes = {node.name: node for node in nodes}
+        self._starter, self._places, self._lease_s, self._start_s = starter, places, lease_s, start_s
         self._secret = secrets.token_bytes(32)
         self._local = LocalSpawner()
         self._host, self._port = host, 0
@@ -74,8 +108,6 @@ class ClusterSpawner:
         self._expected: dict[int, RemoteAgent] = {}
         self._strangers: dict[trio.CancelScope, None] = {}
         self._numbers = itertools.count(1)
-        self._changed = trio.lowlevel.ParkingLot()
-        """Woken when an agent is up, lost or replaced."""
         self._placed: dict[Address, RemoteAgent | None] = {}
         """Where each worker runs; None: on the parent's node."""
         self._workers: dict[Address, RemoteWorker] = {}
@@ -96,9 +128,6 @@ class ClusterSpawner:
 
     # Workers and rings.
 
-    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
-        """Return at once: each worker has its node, and ``spawn`` waits for the node's agent (rule 2)."""
-
     @asynccontextmanager
     async def spawn(
         self,
@@ -108,24 +137,32 @@ class ClusterSpawner:
         environment: Mapping[str, str] = NO_VARIABLES,
         lock_fds: Sequence[int] = (),
     ) -> AsyncIterator[Worker]:
-        """Start a worker where it has its place (see ``Spawner.spawn``). Waits for the node's agent (rule 2)."""
-        node = self._place(address)
+        """Start a worker where it has its place (see ``Spawner.spawn``)."""
         try:
-            if node == PARENT:
-                self._placed[address] = None
+            at = self._places.find(address)
+        except NoPlace as error:
+            raise SpawnFailed(str(error)) from error
+        if at.devices:
+            environment = {**environment, VISIBLE: ",".join(at.devices)}
+        agent = self._placed[address] = None if self._nodes[at.node].has(PARENT) else self._agents[at.node]
+        self._places.started(address)
+        try:
+            if agent is None:
                 local = self._local.spawn(address, mailbox_capacity, environment=environment, lock_fds=lock_fds)
                 async with local as worker:
                     yield worker
-                return
-            while (agent := self._agents[node]).lost is not None or not agent.up.is_set():
-                await self._changed.park()
-            self._placed[address] = agent
-            async with agent.spawn(address, mailbox_capacity, environment) as remote:
-                self._workers[address] = remote
-                yield remote
+            else:
+                async with agent.spawn(address, mailbox_capacity, environment) as remote:
+                    self._workers[address] = remote
+                    yield remote
         finally:
-            self._placed.pop(address, None)
+            del self._placed[address]
             self._workers.pop(address, None)
+            self._places.ended(address)
+
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
+        """Wait until a worker can be started somewhere. on_waiting: called with the reason each time that it waits."""
+        await self._places.wait_place(address, on_waiting)
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         """Return a ring between two workers wherever they run, or between a worker and the client. Raises OSError."""
@@ -182,8 +219,8 @@ class ClusterSpawner:
 
     # Agents.
 
-    async def run(self, nodes: Sequence[str], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep an agent on each of ``nodes`` until cancelled. Started once the first ones are being started."""
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep an agent on each node until cancelled. Started once the first ones are being started."""
         token = trio.lowlevel.current_trio_token()
         listeners = await trio.open_tcp_listeners(0, host=self._host)
         self._port = listeners[0].socket.getsockname()[1]
@@ -192,9 +229,10 @@ class ClusterSpawner:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 nursery.start_soon(trio.serve_listeners, self._welcome, listeners)
-                for node in nodes:
-                    self._agents[node] = self._new_agent(node)
-                    nursery.start_soon(self._keep_agent, node)
+                for node in self._nodes.values():
+                    if not node.has(PARENT):
+                        self._agents[node.name] = self._new_agent(node.name)
+                        nursery.start_soon(self._keep_agent, node)
                 task_status.started()
         finally:
             self._nursery = None
@@ -202,33 +240,43 @@ class ClusterSpawner:
 
     async def wait_up(self) -> None:
         """Wait until the agents of all nodes have a lease. Raises ClusterUnavailable: some cannot be started."""
-        for node in self._agents:
-            await self._agents[node].up.wait()
-        if missing := {node: agent.lost for node, agent in self._agents.items() if agent.lost is not None}:
+        first = list(self._agents.values())
+        for agent in first:
+            await agent.up.wait()
+        if missing := {agent.node: agent.lost for agent in first if agent.lost is not None}:
             raise ClusterUnavailable(missing)
 
     def _new_agent(self, node: str) -> RemoteAgent:
-        return RemoteAgent(node, next(self._numbers), self._lease_s, self._on_link_lost)
+        return RemoteAgent(
+            node,
+            next(self._numbers),
+            self._lease_s,
+            on_lost=lambda: self._places.lose(node),
+            on_link_lost=self._on_link_lost,
+        )
 
-    async def _keep_agent(self, node: str) -> None:
+    async def _keep_agent(self, node: Node) -> None:
         """Run agents on a node, one after the other."""
+        failures = 0
         while True:
-            agent = self._agents[node]
+            agent = self._agents[node.name]
             self._expected[agent.number] = agent
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._start_agent, agent)
                     with trio.move_on_after(self._start_s):
                         await agent.up.wait()
-                    if agent.lost is None and not agent.up.is_set():
+                    if not agent.up.is_set():
                         agent.give_up(f"it has not started within {self._start_s:g} s")
-                    self._changed.unpark_all()
+                    elif agent.lost is None:
+                        self._places.join(node)
                     await agent.fenced.wait()
                     nursery.cancel_scope.cancel()
             finally:
                 self._expected.pop(agent.number, None)
-            await trio.sleep(RESTART_S)
-            self._agents[node] = self._new_agent(node)
+            failures = failures + 1 if agent.pid == 0 else 0
+            await trio.sleep(min(RESTART_S[1], RESTART_S[0] * 2.0 ** min(failures, 16)))
+            self._agents[node.name] = self._new_agent(node.name)
 
     async def _start_agent(self, agent: RemoteAgent) -> None:
         settings = AgentSettings(number=agent.number, parent=self.address, secret=self._secret, lease_s=self._lease_s)
@@ -263,9 +311,9 @@ class ClusterSpawner:
 
 @asynccontextmanager
 async def open_cluster(
-    nodes: Sequence[str],
+    nodes: Sequence[Node],
     starter: AgentStarter,
-    place: Callable[[Address], str],
+    places: Places,
     *,
     host: str = "127.0.0.1",
     lease_s: float = LEASE_S,
@@ -274,19 +322,19 @@ async def open_cluster(
     """Start an agent on each node, and give the spawner. When the block ends, the agents have ended.
 
     Args:
-        nodes: The names of the nodes beside the parent's.
+        nodes: All nodes. One of them is the parent's, with the label "parent"; it has no agent.
         starter: Starts the agents' processes.
-        place: Returns the node of a worker, ``PARENT`` or one of ``nodes``.
+        places: Says where each worker runs.
         host: The parent's own IP address, at which it accepts agents and links.
         lease_s: For how long, in seconds, the workers of a node may run without hearing of the parent.
         start_s: How long an agent may take to start.
 
     Raises ClusterUnavailable.
     """
-    spawner = ClusterSpawner(starter, place, host=host, lease_s=lease_s, start_s=start_s)
+    spawner = ClusterSpawner(nodes, starter, places, host=host, lease_s=lease_s, start_s=start_s)
     body_error: BaseException | None = None
     async with trio.open_nursery() as nursery:
-        await nursery.start(spawner.run, nodes)
+        await nursery.start(spawner.run)
         try:
             await spawner.wait_up()
             yield spawner

@@ -85,6 +85,11 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
     metavar="URL",
     help="Send traces to this OpenTelemetry collector (OTLP over HTTP). By default the OTEL_* variables decide.",
 )
+@click.option(
+    "--cluster",
+    metavar="ADDRESS",
+    help='Run workers on the nodes of a Ray cluster: the address of its head, "auto", or "local" to start one here.',
+)
 @click.option("--enable-admin", is_flag=True, help="Have the routes that control the server. Needs an API key.")
 @click.option("--page/--no-page", default=None, help="Serve a page at /. By default only on a loopback address.")
 @click.option("--chaos", is_flag=True, help="Let the page kill, freeze and starve workers. Loopback addresses only.")

@@ -107,7 +107,9 @@ async def serve(
                     tracer_provider = await stack.enter_async_context(open_provider(settings.otlp_endpoint))
                     systems = [
                         await stack.enter_async_context(
-                            OmniSystem.open(pipeline, wait_ready=False, tracer_provider=tracer_provider)
+                            OmniSystem.open(
+                                pipeline, wait_ready=False, cluster=settings.cluster, tracer_provider=tracer_provider
+                            )
                         )
                         for pipeline in config
                     ]

@@ -44,6 +44,7 @@ class ServerSettings:
         chaos: let the page inject faults into workers, which needs a loopback address.
         otlp_endpoint: the URL of the OpenTelemetry collector (OTLP/HTTP) that receives traces. None: that of the
             environment, or no traces.
+        cluster: where the workers run: the address of a Ray cluster's head, "auto" or "local". None: here.
         access_log: whether to log each request.
         ssl_certfile: a PEM file with the certificate of the server, which then speaks TLS only.
         ssl_keyfile: a PEM file with its private key. None: the certificate's file has it.
@@ -72,6 +73,7 @@ class ServerSettings:
     enable_admin: bool = False
     exit_on_failed_stage: bool = False
     otlp_endpoint: str | None = None
+    cluster: str | None = None
     access_log: bool = False
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from omni_actors import config as configuration
+from omni_actors.cluster.on_ray import open_on_ray
 from omni_actors.config import Pipeline
 from omni_actors.errors import StageFailed, StartTimedOut
 from omni_actors.metrics import Metrics
@@ -38,6 +39,18 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider  # of the extra "tracing"
 
     from omni_actors.system.tracing import Tracing
+
+
+@asynccontextmanager
+async def _spawner(pipeline: Pipeline, given: Spawner | None, cluster: str | None) -> AsyncIterator[Spawner]:
+    """Give what starts the workers of a system."""
+    if given is not None and cluster is not None:
+        raise ValueError("a system has a spawner or a cluster, not both")
+    if cluster is None:
+        yield given or LocalSpawner()
+    else:
+        async with open_on_ray(pipeline, cluster) as spawner:
+            yield spawner
 
 
 class OmniSystem(
@@ -97,6 +110,7 @@ class OmniSystem(
         *,
         wait_ready: bool = True,
         spawner: Spawner | None = None,
+        cluster: str | None = None,
         overrides: Mapping[str, Any] | None = None,
         tracer_provider: TracerProvider | None = None,
         **more_overrides: Any,
@@ -108,6 +122,9 @@ class OmniSystem(
                 on a hub that is in the local cache), or a ``Pipeline``.
             wait_ready: Whether the block begins only after every stage has loaded.
             spawner: Starts the workers; by default processes of this machine.
+            cluster: Start the workers on the nodes of a Ray cluster, where the pipeline's section ``cluster`` places
+                them (docs/cluster.md): the address of its head, "auto", or "local" to start one on this machine.
+                Not together with ``spawner``.
             overrides: Dotted path to value: ``overrides={"stages.llm.threads": 2}``. "model" and "tokenizer" stand for
                 those of all stages.
             tracer_provider: OpenTelemetry's; it receives a trace of each request, and is not shut down here.
@@ -115,6 +132,8 @@ class OmniSystem(
 
         Raises:
             ConfigError: The pipeline cannot work, or a library or model is missing. No process was started.
+            ClusterUnavailable: Ray, or a node of it, cannot be used.
+            NoPlace: No node of the cluster can run a worker.
             StageFailed: A stage could not load (only with ``wait_ready``).
             StartTimedOut: The stages did not load in ``start_timeout_s`` (only with ``wait_ready``).
 
@@ -122,23 +141,23 @@ class OmniSystem(
         is freed. An exception of the block is raised as it is, not in an exception group.
         """
         pipeline = configuration.load(config, {**overrides, **more_overrides} if overrides else more_overrides)
-        spawner = spawner or LocalSpawner()
-        system = cls(pipeline, machine.resolve_models(pipeline), spawner, tracing_with(tracer_provider, pipeline))
-        body_error: BaseException | None = None
-        async with trio.open_nursery() as nursery:
-            await nursery.start(system._run)
-            try:
-                if wait_ready:
-                    await system.wait_ready()
-                yield system
-            except BaseException as error:  # noqa: BLE001
-                body_error = error  # raised below, outside the nursery's exception group
-            finally:
-                system._close()
-                nursery.cancel_scope.shield = True  # a cancellation from outside must not replace ``body_error``
-                nursery.cancel_scope.cancel()
-        if body_error is not None:
-            raise body_error
+        async with _spawner(pipeline, spawner, cluster) as starts:
+            system = cls(pipeline, machine.resolve_models(pipeline), starts, tracing_with(tracer_provider, pipeline))
+            body_error: BaseException | None = None
+            async with trio.open_nursery() as nursery:
+                await nursery.start(system._run)
+                try:
+                    if wait_ready:
+                        await system.wait_ready()
+                    yield system
+                except BaseException as error:  # noqa: BLE001
+                    body_error = error  # raised below, outside the nursery's exception group
+                finally:
+                    system._close()
+                    nursery.cancel_scope.shield = True  # a cancellation from outside must not replace ``body_error``
+                    nursery.cancel_scope.cancel()
+            if body_error is not None:
+                raise body_error
 
     async def _run(self, task_status: trio.TaskStatus[None]) -> None:
         """Run the orchestrator and the supervisor until the system is closed."""

@@ -1,0 +1,156 @@
+"""The helper: a process that uses Ray for the parent. It finds nodes and starts agents on them, as Ray actors.
+
+    parent ── orders, one JSON document a line ──► stdin    helper    stdout ── news, one a line ──► parent
+
+Rules
+1. This is the only module that imports Ray. Ray ends a process whose head node is gone for a minute; so it has one of
+   its own, and the parent and the agents go on without it.
+2. An agent is an actor that is not restarted (``max_restarts=0``): the parent decides what follows its end. It is
+   detached, so that it outlives the helper. It ends with its control connection or its lease.
+3. An actor is scheduled on its node and on no other, with the resources that its workers are to have.
+4. The helper ends when its stdin does. It kills the agents that it has started.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from omni_actors.cluster.agent import AgentFailed, AgentSettings, run_in_main_thread
+from omni_actors.cluster.ray_messages import LOCAL, Ended, Failed, News, Order, RayNode, StartAgent, Started, StopAgent
+
+NAMESPACE: Final = "omni_actors"
+CONNECT_S: Final = 5.0
+CLOSE_S: Final = 10.0
+NODE_ID: Final = "ray.io/node-id"
+"""A label that Ray gives to each node; its value is random."""
+LOCAL_OPTIONS: Final[dict[str, Any]] = {"object_store_memory": 80 << 20, "include_dashboard": False}
+"""Options of a Ray that is started here: no data goes through its object store."""
+
+_news_lock = threading.Lock()
+_news_fd = os.dup(1)
+
+
+def tell(news: News) -> None:
+    """Send news to the parent. Any thread may call it."""
+    with _news_lock, os.fdopen(os.dup(_news_fd), "wb") as stdout:
+        stdout.write(msgspec.json.encode(news) + b"\n")
+
+
+def _labels(found: dict[str, str]) -> tuple[str, ...]:
+    return tuple(f"{name}={value}" for name, value in sorted(found.items()) if name != NODE_ID)
+
+
+class AgentActor:
+    """A Ray actor that runs one agent."""
+
+    def run(self, settings: bytes) -> str | None:
+        """Run an agent until its control connection ends. Return why it failed, or None."""
+        try:
+            run_in_main_thread(msgspec.msgpack.decode(settings, type=AgentSettings))
+        except AgentFailed as error:
+            return str(error)
+        return None
+
+
+class Helper:
+    """Starts and stops agents. address: of Ray's head, "auto" or "local"."""
+
+    def __init__(self, address: str) -> None:
+        self._actors: dict[int, Any] = {}
+        local = address == LOCAL
+        if ":" in address:  # Ray itself would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        ray.init(
+            address=None if local else address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **(LOCAL_OPTIONS if local else {}),
+        )
+
+    def nodes(self) -> Started:
+        """Return the nodes that are alive now."""
+        list_nodes: Any = ray.nodes  # untyped
+        mine = ray.get_runtime_context().get_node_id()
+        found = [
+            RayNode(
+                node_id=node["NodeID"],
+                name=node.get("NodeName") or node["NodeManagerAddress"],
+                address=node["NodeManagerAddress"],
+                cpus=node["Resources"].get("CPU", 0.0),
+                gpus=int(node["Resources"].get("GPU", 0)),
+                labels=_labels(node.get("Labels", {})),
+                is_parents=node["NodeID"] == mine,
+            )
+            for node in list_nodes()
+            if node["Alive"]
+        ]
+        return Started(found)
+
+    def obey(self, order: Order) -> None:
+        """Carry out one order. What becomes of an agent is told when it ends."""
+        match order:
+            case StartAgent():
+                options = {
+                    "max_restarts": 0,
+                    "max_concurrency": 1,
+                    "lifetime": "detached",
+                    "name": f"agent-{os.getpid()}-{order.settings.number}",
+                    "num_cpus": order.cpus,
+                    "num_gpus": order.gpus,
+                    "scheduling_strategy": NodeAffinitySchedulingStrategy(order.node_id, soft=False),
+                }
+                actor: Any = ray.remote(AgentActor).options(**options).remote()
+                self._actors[order.settings.number] = actor
+                future = actor.run.remote(msgspec.msgpack.encode(order.settings)).future()
+                future.add_done_callback(partial(self._ended, order.settings.number))
+            case StopAgent(number):
+                if (actor := self._actors.pop(number, None)) is not None:
+                    ray.kill(actor)
+
+    def _ended(self, number: int, future: Any) -> None:
+        """Tell that an agent has ended. Called in a thread of Ray."""
+        error = future.exception()
+        why = future.result() if error is None else f"{type(error).__name__}: {error}"
+        tell(Ended(number, certain=error is None, why=why or "its control connection has ended"))
+
+    def close(self) -> None:
+        """Kill the agents, and leave Ray. Ray may wait for a head that is gone: then the process just ends."""
+        last = threading.Timer(CLOSE_S, os._exit, (0,))
+        last.daemon = True
+        last.start()
+        for actor in self._actors.values():
+            ray.kill(actor)
+        ray.shutdown()
+
+
+def main() -> None:
+    """Run the helper. Its argument is Ray's address."""
+    os.dup2(2, 1)  # what Ray prints is not for the parent
+    try:
+        helper = Helper(sys.argv[1])
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        tell(Failed(f"{type(error).__name__}: {error}"))
+        sys.exit(1)
+    try:
+        tell(helper.nodes())
+        for line in sys.stdin.buffer:
+            helper.obey(msgspec.json.decode(line, type=Order))
+    finally:
+        helper.close()
+
+
+if __name__ == "__main__":
+    main()

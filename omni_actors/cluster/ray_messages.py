@@ -1,0 +1,63 @@
+"""What the parent and the helper that uses Ray tell each other: JSON documents, one a line."""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+from omni_actors.cluster.agent import AgentSettings
+
+LOCAL: Final = "local"
+"""In place of Ray's address: start a Ray on this machine."""
+
+
+class RayNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of Ray. labels: as "name=value". is_parents: whether the parent runs there."""
+
+    node_id: str
+    name: str
+    address: str
+    cpus: float
+    gpus: int
+    labels: tuple[str, ...]
+    is_parents: bool
+
+
+class StartAgent(msgspec.Struct, frozen=True, tag=True):
+    """Start an agent on a node, with resources that Ray then gives to nothing else."""
+
+    node_id: str
+    settings: AgentSettings
+    cpus: float
+    gpus: float
+
+
+class StopAgent(msgspec.Struct, frozen=True, tag=True):
+    """Kill an agent."""
+
+    number: int
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The helper is connected with Ray, which has these nodes."""
+
+    nodes: list[RayNode]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The helper could not connect with Ray, or start one, and ends."""
+
+    why: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """An agent has ended. certain: it has ended by itself, after its workers; otherwise Ray reports its actor lost."""
+
+    number: int
+    certain: bool
+    why: str
+
+
+Order: TypeAlias = StartAgent | StopAgent
+News: TypeAlias = Started | Failed | Ended

@@ -1,0 +1,167 @@
+"""The nodes of a Ray cluster, and agents on them, through the helper (``ray_helper``).
+
+Rules
+1. The helper may end at any time: Ray does so to a process whose head node is gone. Agents go on without it. The next
+   agent that is to be started starts a new helper first.
+2. What Ray says of the end of an actor is not taken for the end of its workers: their lease is waited for. Only an
+   agent that has returned has surely ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Final, TypeAlias
+
+import msgspec
+import trio
+
+from omni_actors.cluster.agent import AgentSettings
+from omni_actors.cluster.ray_messages import Ended, Failed, News, Order, RayNode, StartAgent, Started, StopAgent
+from omni_actors.errors import ClusterUnavailable
+
+HELPER_S: Final = 90.0
+"""Seconds in which the helper must be connected with Ray, or have started one."""
+END_S: Final = 20.0
+"""Seconds in which the helper must end after its stdin."""
+Resources: TypeAlias = tuple[float, float]
+"""CPUs and GPUs."""
+
+
+class RayAgents:
+    """Starts agents as Ray actors. See ``AgentStarter``. Open it with ``open_ray``.
+
+    address: of Ray's head, "auto" or "local". resources: returns what the agent of a node reserves there.
+    """
+
+    def __init__(self, address: str, nursery: trio.Nursery) -> None:
+        self._address, self._nursery = address, nursery
+        self._process: trio.Process | None = None
+        self._starting, self._ordering = trio.Lock(), trio.Lock()
+        self._nodes: dict[str, RayNode] = {}
+        self._ends: dict[int, trio.MemorySendChannel[Ended]] = {}
+        self.resources: Callable[[str], Resources] = lambda node: (0.0, 0.0)
+
+    @property
+    def nodes(self) -> list[RayNode]:
+        """The nodes as the newest helper found them. Their names are unique."""
+        return [msgspec.structs.replace(node, name=name) for name, node in self._nodes.items()]
+
+    async def run(self, node: str, settings: AgentSettings) -> bool:
+        """Run one agent on a node until it has ended; cancelling kills it. See ``AgentStarter.run``."""
+        try:
+            await self.connect()
+        except ClusterUnavailable:
+            return False
+        if (at := self._nodes.get(node)) is None:
+            return False
+        send, receive = trio.open_memory_channel[Ended](1)
+        self._ends[settings.number] = send
+        try:
+            await self._order(StartAgent(at.node_id, settings, *self.resources(node)))
+            ended = await receive.receive()
+        except trio.EndOfChannel:  # the helper has ended, and with it the news of the agent
+            await trio.sleep_forever()
+        finally:
+            if self._ends.pop(settings.number, None) is not None:
+                with trio.CancelScope(shield=True):
+                    await self._order(StopAgent(settings.number))
+        return ended.certain
+
+    async def connect(self) -> None:
+        """Start a helper unless one runs. Raises ClusterUnavailable: it cannot be connected with Ray."""
+        async with self._starting:
+            if self._process is not None:
+                return
+            command = [sys.executable, "-m", "omni_actors.cluster.ray_helper", self._address]
+            process = await trio.lowlevel.open_process(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            with trio.move_on_after(HELPER_S):
+                first = await self._nursery.start(self._follow, process)
+                if isinstance(first, Started):
+                    self._process, self._nodes = process, _by_unique_name(first.nodes)
+                    return
+                raise ClusterUnavailable({self._address: first.why})
+            process.kill()
+            raise ClusterUnavailable({self._address: f"Ray did not answer within {HELPER_S:g} s"})
+
+    async def _order(self, order: Order) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # ``_follow`` notices that it has ended
+                async with self._ordering:
+                    await self._process.stdin.send_all(msgspec.json.encode(order) + b"\n")
+
+    async def _follow(self, process: trio.Process, task_status: trio.TaskStatus[Started | Failed]) -> None:
+        """Take a helper's news until it ends. Cancelling ends it."""
+        told = False
+        try:
+            async for news in _news(process):
+                if isinstance(news, Ended):
+                    if (send := self._ends.pop(news.number, None)) is not None:
+                        send.send_nowait(news)
+                else:
+                    told = True
+                    task_status.started(news)
+            if not told:
+                task_status.started(Failed("the helper has ended"))
+        finally:
+            self._process = None
+            for send in self._ends.values():
+                send.close()
+            self._ends.clear()
+            with trio.CancelScope(shield=True):
+                await _end(process)
+
+
+async def _news(process: trio.Process) -> AsyncIterator[News]:
+    assert process.stdout is not None
+    pending = b""
+    async for data in process.stdout:
+        *lines, pending = (pending + bytes(data)).split(b"\n")
+        for line in lines:
+            yield msgspec.json.decode(line, type=News)
+
+
+async def _end(process: trio.Process) -> None:
+    """Let a helper end by itself, so that it stops a Ray that it has started; kill it if it does not."""
+    assert process.stdin is not None
+    await process.stdin.aclose()
+    with trio.move_on_after(END_S):
+        await process.wait()
+    process.kill()
+    await process.wait()
+
+
+def _by_unique_name(nodes: list[RayNode]) -> dict[str, RayNode]:
+    """Return nodes by name; the second of a name gets a number."""
+    found: dict[str, RayNode] = {}
+    for node in nodes:
+        names = itertools.chain([node.name], (f"{node.name}-{n}" for n in itertools.count(2)))
+        found[next(name for name in names if name not in found)] = node
+    return found
+
+
+@asynccontextmanager
+async def open_ray(address: str) -> AsyncIterator[RayAgents]:
+    """Connect with a Ray cluster, or start one, and give its nodes and what starts agents there.
+
+    address: of Ray's head ("10.0.0.1:6379"); "auto": the Ray of this machine; "local": start one on this machine, which
+    ends with the block. Raises ClusterUnavailable.
+    """
+    body_error: BaseException | None = None
+    async with trio.open_nursery() as nursery:
+        agents = RayAgents(address, nursery)
+        try:
+            await agents.connect()
+            yield agents
+        except BaseException as error:  # noqa: BLE001
+            body_error = error  # raised below, outside the nursery's exception group
+        finally:
+            nursery.cancel_scope.shield = True
+            nursery.cancel_scope.cancel()
+    if body_error is not None:
+        raise body_error

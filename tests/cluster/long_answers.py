@@ -1,0 +1,79 @@
+"""A pipeline whose answers last long enough for something to fail, and what must hold for them and their workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import trio
+
+from omni_actors import OmniSystem
+from omni_actors.config import Pipeline, Stage
+from omni_actors.generation import Generation
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.outputs import Output
+from omni_actors.stages.echo.engine import payload
+from tests.cluster.writing_engine import LOG
+from tests.support.echo_systems import OFTEN, WATCHDOG_S
+
+OUTPUTS, PAYLOAD_BYTES = 60, 20_000
+
+
+def long_answers(writers: Path | None = None) -> Pipeline:
+    """Each request has ``OUTPUTS`` outputs with a payload, one every 10 ms. writers: where workers log their steps."""
+    engine = "echo" if writers is None else "tests.cluster.writing_engine:Writing"
+    environment = {} if writers is None else {LOG: str(writers)}
+    options = {"step_s": 0.01, "fan_out": OUTPUTS, "payload_bytes": PAYLOAD_BYTES}
+    both = {"restart": OFTEN, "ring_bytes": 65536, "deterministic": True, "load_timeout_s": 60.0, "env": environment}
+    first = Stage(engine=engine, accepts=("script",), emits="text", options=options, **both)
+    second = Stage(engine=engine, inputs=("first",), emits="audio", options={"payload_bytes": PAYLOAD_BYTES}, **both)
+    return Pipeline(name="nodes", stages={"first": first, "second": second})
+
+
+def assert_one_writer_at_a_time(log: Path) -> int:
+    """Check that no two processes of a stage wrote in the same time. Return how many processes wrote."""
+    times: dict[tuple[str, int], list[int]] = {}
+    for line in log.read_text().splitlines():
+        stage, pid, at = line.split()
+        times.setdefault((stage, int(pid)), []).append(int(at))
+    for stage in {stage for stage, _ in times}:
+        spans = sorted((min(each), max(each)) for (name, _), each in times.items() if name == stage)
+        assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(spans)), (stage, spans)
+    return len(times)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended. Its parent has ended, too, so it may wait for long to be reaped."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def ask_long(omni: OmniSystem) -> Generation:
+    return omni.submit({"script": [Input({"text": "x"})]}, ("text", "audio"))
+
+
+def check_exact(generation: Generation, outputs: list[Output], count: int = OUTPUTS) -> None:
+    """The client got each output of each stage once, whole and in order."""
+    number = generation.stream.request.number
+    assert number is not None
+    for stage in ("first", "second"):
+        mine = [output for output in outputs if output.stage == stage]
+        assert [output.finished for output in mine] == [False] * (count - 1) + [True]
+        for seq, output in enumerate(mine):
+            assert np.array_equal(output.tensors["payload"].numpy(), payload(number, seq, PAYLOAD_BYTES))
+
+
+async def read_until_first(generation: Generation, then: Callable[[], None]) -> list[Output]:
+    """Read all outputs, and call ``then`` when the first has arrived."""
+    outputs: list[Output] = []
+    with trio.fail_after(WATCHDOG_S):
+        async for output in generation:
+            if not outputs:
+                then()
+            outputs.append(output)
+    return outputs

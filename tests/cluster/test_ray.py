@@ -1,0 +1,163 @@
+"""Systems on the nodes of a Ray cluster, which the tests start on this machine, and the deaths of its parts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from omni_actors import OmniSystem
+from omni_actors.cluster.placement import PARENT, Node
+from omni_actors.cluster.ray_nodes import RayAgents, open_ray
+from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
+from omni_actors.errors import ClusterUnavailable, NoPlace
+from tests.cluster.long_answers import (
+    ask_long,
+    assert_one_writer_at_a_time,
+    check_exact,
+    has_ended,
+    long_answers,
+    read_until_first,
+)
+from tests.cluster.ray_cluster import RayCluster, ray_cluster
+from tests.cluster.subprocess_cluster import FixedPlaces
+from tests.support.echo_systems import generation_of, pid_of, read, until, wait_restarted
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+LEASE_S = 4.0
+NODES: dict[str, str | Sequence[str]] = {"first": ("n1", "n2"), "second": ("n2", "n1")}
+
+
+@pytest.fixture
+def writers(tmp_path: Path) -> Path:
+    """Where the workers log their steps."""
+    return tmp_path / "writers"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster("n1", "n2") as started:
+        yield started
+
+
+@pytest.fixture
+def mortal_cluster() -> Iterator[RayCluster]:
+    """A cluster of the test's own, parts of which it may kill."""
+    with ray_cluster("n1", "n2") as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _rays_own_processes(fixture_processes: set[int]) -> Iterator[None]:
+    """Ray keeps processes for later actors. They belong to the cluster, and not to the test that was first."""
+    yield
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.name().startswith("ray::") or "default_worker.py" in " ".join(process.cmdline()):
+                fixture_processes.add(process.pid)
+
+
+class OnRay(NamedTuple):
+    """A system, its spawner, and what started its agents."""
+
+    omni: OmniSystem
+    spawner: ClusterSpawner
+    ray: RayAgents
+
+
+@asynccontextmanager
+async def open_on_ray(cluster: RayCluster, writers: Path | None = None) -> AsyncIterator[OnRay]:
+    """Open the pipeline of ``long_answers`` on "n1" and "n2"."""
+    async with open_ray(cluster.address) as ray:
+        host = next(node.address for node in ray.nodes if node.is_parents)
+        nodes = [Node(name=PARENT), Node(name="n1"), Node(name="n2")]
+        async with (
+            open_cluster(nodes, ray, FixedPlaces(NODES), host=host, lease_s=LEASE_S) as spawner,
+            OmniSystem.open(long_answers(writers), spawner=spawner) as omni,
+        ):
+            yield OnRay(omni, spawner, ray)
+
+
+async def test_answers_are_whole_and_no_agent_is_left(cluster: RayCluster) -> None:
+    async with open_on_ray(cluster) as on:
+        agents = [psutil.Process(agent.pid) for agent in on.spawner.agents.values()]
+        workers = [psutil.Process(pid_of(on.omni, stage)) for stage in ("first", "second")]
+        assert [worker.ppid() for worker in workers] == [agent.pid for agent in agents]
+        assert [agent.ppid() for agent in agents] == [cluster.raylets["n1"], cluster.raylets["n2"]]
+        generations = [ask_long(on.omni) for _ in range(4)]
+        for generation in generations:
+            check_exact(generation, await read(generation))
+    assert all(map(has_ended, workers))
+    await until(lambda: all(map(has_ended, agents)))
+
+
+async def test_a_system_is_opened_by_the_address_of_a_cluster(cluster: RayCluster) -> None:
+    nodes = {"first": "n1", "second": "n2"}
+    async with OmniSystem.open("echo", cluster=cluster.address, overrides={"cluster": {"nodes": nodes}}) as omni:
+        agents = {stage: psutil.Process(pid_of(omni, stage)).ppid() for stage in nodes}
+        raylets = {nodes[stage]: psutil.Process(agent).ppid() for stage, agent in agents.items()}
+        assert raylets == {node: cluster.raylets[node] for node in nodes.values()}
+        outputs = [output async for output in omni.generate("hello")]
+        assert outputs[0].delta == "hello"
+    await until(lambda: not any(map(psutil.pid_exists, agents.values())))
+
+
+async def test_a_worker_without_a_place_is_reported_before_anything_runs(cluster: RayCluster) -> None:
+    with pytest.raises(NoPlace, match="moon"):
+        async with OmniSystem.open(
+            "echo", cluster=cluster.address, overrides={"cluster": {"nodes": {"first": "moon"}}}
+        ):
+            pytest.fail("the block began")
+
+
+@pytest.mark.parametrize(("node", "stage"), [("n1", "first"), ("n2", "second")])
+async def test_a_request_goes_on_after_the_death_of_an_agent(
+    cluster: RayCluster, writers: Path, node: str, stage: str
+) -> None:
+    async with open_on_ray(cluster, writers) as on:
+        generation, agent = ask_long(on.omni), on.spawner.agents[node]
+        outputs = await read_until_first(generation, lambda: os.kill(agent.pid, signal.SIGKILL))
+        check_exact(generation, outputs)
+        await wait_restarted(on.omni, stage, 2)
+        await until(lambda: on.spawner.agents[node] is not agent and on.spawner.agents[node].up.is_set())
+        assert on.spawner.agents[node].lost is None
+        assert_one_writer_at_a_time(writers)
+
+
+async def test_the_workers_of_a_node_without_its_raylet_move_to_another_node(
+    mortal_cluster: RayCluster, writers: Path
+) -> None:
+    async with open_on_ray(mortal_cluster, writers) as on:
+        generation = ask_long(on.omni)
+        outputs = await read_until_first(generation, lambda: os.kill(mortal_cluster.raylets["n2"], signal.SIGKILL))
+        check_exact(generation, outputs)
+        await wait_restarted(on.omni, "second", 2)
+        worker = psutil.Process(pid_of(on.omni, "second"))
+        assert worker.ppid() == on.spawner.agents["n1"].pid
+        check_exact(after := ask_long(on.omni), await read(after))
+        assert_one_writer_at_a_time(writers)
+
+
+async def test_a_system_goes_on_without_the_head(mortal_cluster: RayCluster) -> None:
+    """Rays' nodes wait for their head for a minute. Until they end, all is as before, also for new requests."""
+    async with open_on_ray(mortal_cluster) as on:
+        generation = ask_long(on.omni)
+        outputs = await read_until_first(generation, lambda: os.kill(mortal_cluster.gcs, signal.SIGKILL))
+        check_exact(generation, outputs)
+        check_exact(after := ask_long(on.omni), await read(after))
+        os.kill(pid_of(on.omni, "second"), signal.SIGKILL)
+        await wait_restarted(on.omni, "second", 2)
+        check_exact(after := ask_long(on.omni), await read(after))
+        assert generation_of(on.omni, "first") == 1
+
+
+async def test_an_address_without_a_cluster_is_reported() -> None:
+    with pytest.raises(ClusterUnavailable, match=r"127\.0\.0\.1:9"):
+        async with open_ray("127.0.0.1:9"):
+            pytest.fail("the block began")
