@@ -256,7 +256,7 @@ def test_arguments_that_no_engine_of_a_request_takes_are_unsupported() -> None:
             parameters.by_stage(["thinker"], unknown)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "qwen2_5_thinker", "echo"])
+@pytest.mark.parametrize("engine", ["vllm", "vllm_qwen2_5_thinker", "echo"])
 def test_engines_without_guidance_do_not_support_it(engine: str) -> None:
     stages = {"mind": Stage(engine=engine, model="none", accepts=("messages",), emits="text")}
     parameters = Parameters(Pipeline(name="unguided", stages=stages))

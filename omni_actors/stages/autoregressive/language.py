@@ -21,7 +21,7 @@ token. With ``logprobs``, each token gives an output with its ``logprobs`` (see 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
@@ -34,7 +34,7 @@ from omni_actors.stages.adapters.engine import AdaptedEngine
 from omni_actors.stages.autoregressive.cache import SlottedCache
 from omni_actors.stages.autoregressive.guidance import GuidedSequence, guided
 from omni_actors.stages.autoregressive.logprobs import token_logprobs
-from omni_actors.stages.autoregressive.options import TextOptions, TextParams
+from omni_actors.stages.autoregressive.options import GuidedParams, TextOptions, TextParams
 from omni_actors.stages.autoregressive.prefixes import Block, PrefixCache
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
 from omni_actors.stages.autoregressive.prompt_states import ReceivedPrompt
@@ -94,6 +94,7 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         super().__init__()
         self._adapters = adapters
         self._scheduler, self._vocabulary, self._context = scheduler, vocabulary, options.context
+        self._max_batch = options.max_batch
         self._structure_tokenizer: StructureTokenizer | None = None
         megabytes = options.prefix_cache_mb
         self._prefixes = PrefixCache(options.prefill_chunk, megabytes * 1_000_000) if megabytes else None
@@ -140,6 +141,15 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
     @property
     def busy(self) -> bool:
         return self._scheduler.busy
+
+    def _guided(self, request: R, params: GuidedParams, companion: Callable[[], R]) -> R:
+        """Return a new request, with a companion if it is to be guided. Raises ``InvalidRequest``."""
+        if params.guidance_scale != 1:
+            if self._max_batch < 2:
+                message = f"guidance_scale: a guided request takes 2 rows; the engine has max_batch: {self._max_batch}"
+                raise base.InvalidRequest(message, param="guidance_scale", code="unsupported_parameter")
+            request.guide_by(companion(), params.guidance_scale)
+        return request
 
     def _join_batch(self, request: R, tokens: Sequence[int | None]) -> None:
         if not tokens:

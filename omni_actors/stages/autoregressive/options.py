@@ -112,3 +112,14 @@ class TextParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the tokenizer reads the prompt."""
     priority: bounds.Priority = 0
     """A waiting request with a lower number comes first in the engine."""
+
+
+class GuidedParams(TextParams, frozen=True, forbid_unknown_fields=True):
+    """The request parameters of an engine whose answers may be guided by a negative prompt (see ``guidance``)."""
+
+    guidance_scale: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    """How strongly the answer follows the prompt and avoids what the negative prompt leads to; 1: no guidance. A guided
+    request takes two of the engine's ``max_batch`` rows."""
+    negative_prompt: Annotated[str, Meta(max_length=1_000_000)] | None = None
+    """For guidance: a question that the chat template renders or, if the prompt is a raw prompt, a raw text. None: the
+    prompt's last token."""

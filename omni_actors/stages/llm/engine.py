@@ -57,7 +57,7 @@ class LLMEngine(LanguageEngine[LLMRequest]):
     def __init__(self, model: Any, tokenizer: Any, options: SplitOptions) -> None:
         self._split = options
         self._shape = StatesShape.of(model.config, model.get_output_embeddings(), model.dtype)
-        self._model, self._system_prompt, self._max_batch = model, options.system_prompt, options.max_batch
+        self._model, self._system_prompt = model, options.system_prompt
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         batch = Scheduler[LLMRequest](self._cache, options.max_batch, options.prefill_chunk)
         vocabulary = Vocabulary(tokenizer, model.generation_config.eos_token_id)
@@ -71,21 +71,11 @@ class LLMEngine(LanguageEngine[LLMRequest]):
         if params.pooling is not None and request.downstream:
             message = "pooling: an embedding is for the client, and downstream stages read text"
             raise InvalidRequest(message, param="pooling")
-        made = LLMRequest(request, params, Prompt(request.sources))
-        if params.guidance_scale != 1:
-            self._require_guidance(params)
-            made.guide_by(LLMRequest(request, params, Prompt(())), params.guidance_scale)
-        return made
-
-    def _require_guidance(self, params: LLMParams) -> None:
-        """Raise InvalidRequest if a request with these parameters cannot be guided."""
-        if params.pooling is not None:
+        if params.pooling is not None and params.guidance_scale != 1:
             message = "guidance_scale: an embedding has no answer that could be guided"
-        elif self._max_batch < 2:
-            message = f"guidance_scale: a guided request takes 2 rows; the engine has max_batch: {self._max_batch}"
-        else:
-            return
-        raise InvalidRequest(message, param="guidance_scale", code="unsupported_parameter")
+            raise InvalidRequest(message, param="guidance_scale", code="unsupported_parameter")
+        made = LLMRequest(request, params, Prompt(request.sources))
+        return self._guided(made, params, lambda: LLMRequest(request, params, Prompt(())))
 
     def _encode(self, request: LLMRequest) -> list[int | None]:
         tokens = self._encode_prompt(request)

@@ -150,7 +150,7 @@ class OmniProcessor:
         if prompt.raw:
             return self._raw(prompt, decoder, tokenization, use_audio_in_video=use_audio_in_video)
         conversation = with_system_prompt(prompt.messages, system_prompt)
-        places = _places(conversation, prompt.media)
+        places = _places(conversation, prompt.media, may_be_empty=prompt.may_be_empty)
         # Each message has at least one token besides those of its text.
         self._check_length(sum(1 + math.ceil(sum(map(len, m.texts)) / self._longest) for m in conversation))
         decoded = decoder.decode(places, prompt.media, use_audio_in_video)
@@ -243,10 +243,10 @@ def _refusal(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="messages")
 
 
-def _places(conversation: Sequence[Message], media: Media) -> list[tuple[str, int]]:
+def _places(conversation: Sequence[Message], media: Media, *, may_be_empty: bool = False) -> list[tuple[str, int]]:
     """Return kind and index of the media that the conversation has places for, in order.
 
-    Raises InvalidRequest: a place has no input, an input has no place, or the prompt is empty.
+    Raises InvalidRequest: a place has no input, an input has no place, or the prompt is empty and must not be.
     """
     places = [(part.kind, part.index) for message in conversation for part in message.media]
     for message in conversation:
@@ -254,7 +254,8 @@ def _places(conversation: Sequence[Message], media: Media) -> list[tuple[str, in
             # A talker gets the user's turns only, and would look for all media in those.
             raise _refusal(f"a message of the role {message.role!r} has media; only user messages may have media")
     _check_places(places, media)
-    if not places and not any(text.strip() for m in conversation if m.role != "system" for text in m.texts):
+    has_text = any(text.strip() for m in conversation if m.role != "system" for text in m.texts)
+    if not (places or has_text or may_be_empty):
         raise _refusal("the prompt is empty: no user message has text or media")
     return places
 

@@ -73,9 +73,13 @@ class Media(msgspec.Struct):
 
 
 class OmniPrompt:
-    """Collects the input of one request. It is complete when every source has sent its last chunk."""
+    """Collects the input of one request. It is complete when every source has sent its last chunk.
 
-    def __init__(self, sources: Sequence[str]) -> None:
+    may_be_empty: whether a conversation without text and media is a prompt too.
+    """
+
+    def __init__(self, sources: Sequence[str], *, may_be_empty: bool = False) -> None:
+        self.may_be_empty = may_be_empty
         self._open = OpenSources(sources)
         self._messages: list[conversation.Message] = []
         self._recordings = Recordings()
@@ -103,6 +107,15 @@ class OmniPrompt:
         self._recordings.end_recording()
         self.media.audio |= {recording.index: recording for recording in self._recordings.take_complete()}
         return True
+
+    def negative(self, text: str) -> OmniPrompt:
+        """Return a prompt of the same kind, raw or a conversation, that is a client's negative prompt."""
+        made = OmniPrompt((), may_be_empty=True)
+        if self.raw:
+            made.raw.text = text
+        else:
+            made._messages.append(conversation.Message("user", text))
+        return made
 
     @property
     def messages(self) -> list[conversation.Message]:

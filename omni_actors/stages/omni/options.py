@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_actors.stages.adapters.options import Lora
-from omni_actors.stages.autoregressive.options import TextParams
+from omni_actors.stages.autoregressive.options import GuidedParams
 from omni_actors.stages.bounds import (
     Count,
     Dtype,
@@ -46,7 +46,7 @@ class MMProcessorKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 DEFAULT_MEDIA = MMProcessorKwargs()
 
 
-class ThinkerParams(TextParams, frozen=True, forbid_unknown_fields=True):
+class ThinkerParams(GuidedParams, frozen=True, forbid_unknown_fields=True):
     """The request parameters of a thinker."""
 
     use_audio_in_video: bool = False

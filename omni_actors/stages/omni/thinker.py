@@ -8,7 +8,9 @@ Rules
    first prefill chunk.
 2. Rows go to the talker chunk by chunk while the prompt is prefilled, then token by token (``omni.handoff``).
 3. Prefill and decode may be two stages (``omni.roles``).
-4. The prefix cache has prompts without media only. It keeps the talker's rows, which are sent again chunk by chunk.
+4. A guided request has a companion (``autoregressive.guidance``), whose prompt is text. The talker gets the rows of the
+   request's own sequence, which has the tokens that guidance has chosen.
+5. The prefix cache has prompts without media only. It keeps the talker's rows, which are sent again chunk by chunk.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ from omni_actors.stages.autoregressive.prompt_states import StatesShape
 from omni_actors.stages.autoregressive.roles import check_roles
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
-from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, TensorLike
+from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest, TensorLike
 from omni_actors.stages.checkpoint import PartWeights, load_part, whole_config
-from omni_actors.stages.multimodal.processor import OmniInputs
+from omni_actors.stages.multimodal.processor import OmniInputs, OmniProcessor
 from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.omni.positions import rotary_positions
+from omni_actors.stages.omni.options import ThinkerParams
+from omni_actors.stages.omni.positions import is_media, rotary_positions
 from omni_actors.stages.omni.prompt_engine import OmniPromptEngine, OmniRequest
-from omni_actors.stages.refusal import request_work
+from omni_actors.stages.refusal import request_work, validated
 
 
 class ThinkerRequest(OmniRequest, TextRequest[OmniPrompt]):
@@ -69,6 +72,8 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
     """A thinker. ``context.model``: a checkpoint directory, of which it loads the ``thinker`` weights."""
 
     MODEL: ClassVar[type[PreTrainedModel]]
+    REQUEST: ClassVar[type[Any]]
+    """The family's ``ThinkerRequest``."""
 
     def __init__(self, context: StageContext) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files)."""
@@ -116,6 +121,36 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         """
 
     # LanguageEngine
+
+    def _new_request(self, request: StageRequest) -> R:
+        params = validated(request.params, ThinkerParams)
+        made: R = self.REQUEST(request, params, OmniPrompt(request.sources))
+        return self._guided(made, params, lambda: self.REQUEST(request, params, OmniPrompt(())))
+
+    def _read(self, request: R, processor: OmniProcessor) -> list[int | None]:
+        tokens: list[int | None] = super()._read(request, processor)
+        if request.companion is not None:
+            with request_work("negative_prompt"):
+                self._read_companion(request, request.companion, tokens[-1:], processor)
+        return tokens
+
+    def _read_companion(self, request: R, companion: R, end: list[int | None], processor: OmniProcessor) -> None:
+        """Give a companion its prompt. end: the last token of the prompt. Raises InvalidRequest."""
+        text, tokenization = request.params.negative_prompt, request.params.tokenization_kwargs
+        try:
+            if text is None:
+                inputs = OmniInputs([token for token in end if token is not None], {}, use_audio_in_video=False)
+            else:
+                prompt = request.collector.negative(text)
+                inputs = processor(prompt, system_prompt=self._system_prompt, tokenization=tokenization)
+            companion.ids, companion.grids = torch.tensor(inputs.ids, dtype=torch.int64), {}
+            companion.is_media = is_media(companion.ids, self._config)
+            _require_text(companion)
+            self._prepare(companion, inputs)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"negative_prompt: {error}", param="negative_prompt", code=error.code) from error
+        companion.prefill_left = len(inputs.ids)
+        companion.ready = len(inputs.ids) + len(companion.uncomputed)
 
     def _prepare(self, request: R, inputs: OmniInputs) -> list[int | None]:
         refuse_beyond_context(len(inputs.ids), f"{len(inputs.ids)} tokens", self._context)
@@ -234,3 +269,11 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
     def close(self) -> None:
         super().close()
         del self._model, self._language, self._cache, self._weights
+
+
+def _require_text(companion: ThinkerRequest) -> None:
+    """Raise InvalidRequest if a companion's prompt is not text. Without a negative prompt, it is the last token."""
+    if not len(companion.ids):
+        raise InvalidRequest("it has no tokens, and neither has a prompt of embeddings")
+    if companion.is_media.any():
+        raise InvalidRequest("there is none, and the prompt ends with a medium, not with text")

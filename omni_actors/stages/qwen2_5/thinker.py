@@ -17,7 +17,6 @@ from omni_actors.stages.omni.options import ThinkerParams
 from omni_actors.stages.omni.roles import opener
 from omni_actors.stages.omni.thinker import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen2_5.handoff import handoff_rows, tts_tokens
-from omni_actors.stages.refusal import validated
 
 
 class _Request(ThinkerRequest):
@@ -31,13 +30,11 @@ class ThinkerEngine(OmniThinker[_Request]):
     """Writes an answer's text and its talker's rows. ``context.model``: a checkpoint directory of Qwen2.5-Omni."""
 
     MODEL = Qwen2_5OmniThinkerForConditionalGeneration
+    REQUEST = _Request
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._tts = tts_tokens(self._config, context.model_directory)
-
-    def _new_request(self, request: StageRequest) -> _Request:
-        return _Request(request, validated(request.params, ThinkerParams), OmniPrompt(request.sources))
 
     def _handoff_header(self, request: _Request) -> dict[str, Tensor]:
         return {"ids": request.ids, "positions": request.positions, "tts": self._embed(self._tts)}

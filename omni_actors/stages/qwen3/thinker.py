@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
-from omni_actors.stages.base import StageContext, StageRequest
-from omni_actors.stages.multimodal.prompt import OmniPrompt
-from omni_actors.stages.omni.options import ThinkerParams
+from omni_actors.stages.base import StageContext
 from omni_actors.stages.omni.roles import opener
 from omni_actors.stages.omni.thinker import OmniThinker, ThinkerRequest
 from omni_actors.stages.qwen3.handoff import handoff_header, talker_positions
-from omni_actors.stages.refusal import validated
 
 
 class _Request(ThinkerRequest):
@@ -33,6 +30,7 @@ class ThinkerEngine(OmniThinker[_Request]):
     """Writes an answer's text and its talker's rows. ``context.model``: a checkpoint directory of Qwen3-Omni."""
 
     MODEL = Qwen3OmniMoeThinkerForConditionalGeneration
+    REQUEST = _Request
 
     _accepted: Tensor
     """The last forward's output, (rows, count, hidden), of the layer that the talker reads."""
@@ -47,9 +45,6 @@ class ThinkerEngine(OmniThinker[_Request]):
 
     def _keep_output(self, module: object, inputs: object, output: Tensor) -> None:
         self._accepted = output
-
-    def _new_request(self, request: StageRequest) -> _Request:
-        return _Request(request, validated(request.params, ThinkerParams), OmniPrompt(request.sources))
 
     def _talker_positions(self, request: _Request) -> Tensor:
         return talker_positions(request.ids, self._config)
