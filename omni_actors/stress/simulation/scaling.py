@@ -80,6 +80,7 @@ class SimulatedScaling:
             self._journal.note(f"{stage} is scaled back to {replicas}")
             with self._controls.scaling(stage), suppress(SystemClosed):
                 await self._scale(stage, replicas, None)
+                await self._leave_one(stage)
         finally:
             self._controls.in_force -= 1
 
@@ -92,11 +93,15 @@ class SimulatedScaling:
                     await self._scale(stage, replicas, drain_s)
                 if not replicas:
                     await trio.sleep(empty_s)
-                while not self._wanted(stage) and not self._workload.pipeline.stages[stage].scale_from_zero:
-                    await self._scale(stage, 1, None)
-                    await trio.sleep(AGAIN_S)
+                await self._leave_one(stage)
         finally:
             self._controls.in_force -= 1
+
+    async def _leave_one(self, stage: str) -> None:
+        """Wait until a stage has a replica or a request can start one. Any change may fail and leave it with none."""
+        while not self._wanted(stage) and not self._workload.pipeline.stages[stage].scale_from_zero:
+            await self._scale(stage, 1, None)
+            await trio.sleep(AGAIN_S)
 
     async def _scale(self, stage: str, replicas: int, drain_s: float | None) -> None:
         """Scale a stage, unless it sleeps or the new replicas cannot load. Raises SystemClosed."""
