@@ -59,6 +59,7 @@ def check_alive(rings: LinkedRings) -> None:
         bytes(100_000),
         Connector(bytes(32), "link", 7).hello + bytes(32),
     ],
+    ids=["nothing", "HTTP", "TLS", "zeros", "hello and a wrong proof"],
 )
 def test_what_is_no_handshake_is_refused(rings: LinkedRings, said: bytes) -> None:
     stranger = connect(rings.far.address)
