@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ringbuf._words
-from ringbuf import Consumer, Producer, Ring, RingClosed, RingMisuse
+from ringbuf import Consumer, Producer, Record, Ring, RingClosed, RingMisuse
 
 CAPACITY = 4096
 sizes = st.integers(0, 300) | st.integers(0, 3 * CAPACITY)
 
 
-def pass_on(source: Consumer, target: Producer, limit: int) -> None:
-    """Pass up to ``limit`` records on, as far as there is room."""
-    for _ in range(limit):
-        if (record := source.try_record()) is None:
-            return
-        size = len(record.frame.data)
-        while (room := target.try_reserve(size)) is None:
-            raise AssertionError("the target has as much room as the source")
-        room[:] = record.frame.data
-        target.commit_record(record.kind, record.place)
-        record.frame.release()
+class Passage:
+    """Passes records on from one ring to another. A record waits until the other ring has room for it."""
+
+    def __init__(self, source: Consumer, target: Producer) -> None:
+        self._source, self._target = source, target
+        self._waiting: Record | None = None
+
+    def pass_on(self, limit: int) -> None:
+        """Pass up to ``limit`` records on, as far as there is room."""
+        for _ in range(limit):
+            record = self._waiting or self._source.try_record()
+            if record is None:
+                return
+            room = self._target.try_reserve(len(record.frame.data))
+            self._waiting = record if room is None else None
+            if room is None:
+                return
+            room[:] = record.frame.data
+            self._target.commit_record(record.kind, record.place)
+            record.frame.release()
 
 
 @given(st.lists(sizes, max_size=12), st.integers(1, 4))
+@example([2817, 1985], 2)
 @settings(max_examples=100)
 def test_messages_that_pass_two_rings_arrive_whole(messages: list[int], limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch, Ring.create(CAPACITY) as first, Ring.create(CAPACITY) as second:
         patch.setattr(ringbuf._words, "WARM", 1024)
         producer, source = first.claim_producer(), first.claim_consumer()
         target, consumer = second.claim_producer(), second.claim_consumer()
+        passage = Passage(source, target)
         for number, size in enumerate(messages):
             message = bytes([number + 1]) * size
             sending = producer.sending(message)
@@ -40,7 +51,7 @@ def test_messages_that_pass_two_rings_arrive_whole(messages: list[int], limit: i
             finished = False
             while received is None:
                 finished = finished or next(sending, "finished") == "finished"
-                pass_on(source, target, limit)
+                passage.pass_on(limit)
                 received = consumer.try_recv()
             assert received.data == message
             received.release()
@@ -52,13 +63,14 @@ def test_a_message_that_was_given_up_is_dropped_at_the_second_ring() -> None:
     with Ring.create(CAPACITY) as first, Ring.create(CAPACITY) as second:
         producer, source = first.claim_producer(), first.claim_consumer()
         target, consumer = second.claim_producer(), second.claim_consumer()
+        passage = Passage(source, target)
         sending = producer.sending(bytes(3 * CAPACITY))
         next(sending)
-        pass_on(source, target, 10)
+        passage.pass_on(10)
         assert consumer.try_recv() is None
         sending.close()
         producer.send(b"next")
-        pass_on(source, target, 10)
+        passage.pass_on(10)
         with consumer.recv(0) as frame:
             assert frame.data == b"next"
 

@@ -213,7 +213,7 @@ class EchoEngine(PausableEngine[_Request]):
         data: Mapping[str, Any] = {}
         if head := request.head:
             if head.outputs_left == self._options.fan_out and (failure := self._inject(head.failures)):
-                del self._requests[request_id]
+                self.abort(request_id)
                 return base.StageFailure(request_id, failure)
             tensors, data = dict(head.tensors), head.data
             if request.mark and data.get("text"):
@@ -225,7 +225,7 @@ class EchoEngine(PausableEngine[_Request]):
             tensors["payload"] = payload(request_id, request.seq, self._options.payload_bytes)
         request.seq += 1
         if request.complete:
-            del self._requests[request_id]
+            self.abort(request_id)
         return base.StageOutput(request_id, tensors, data, request.complete)
 
     def _mark(self, adapter: Adapter) -> str:
