@@ -33,7 +33,7 @@ def run_poisson(load: float, service_s: float, concurrency: int, seed: int, *, e
     return simulate(BOUNDS, arrivals, service, until=end + 700.0, load_s=LOAD_TIME_S, concurrency=concurrency)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     load=st.floats(0.2, 9.0), service_s=st.sampled_from((0.3, 1.0, 2.0, 4.0)), concurrency=st.sampled_from((1, 2, 4, 8))
 )

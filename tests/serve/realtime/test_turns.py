@@ -158,6 +158,9 @@ def test_a_user_is_not_asked_to_go_on_while_an_answer_is_in_progress(talk: Sessi
     talk.until("response.done")
     talk.hear(silence(9))
     talk.until("input_audio_buffer.timeout_triggered")
+    talk.until("response.created")
+    talk.send("response.cancel")
+    talk.until("response.done")
 
 
 def test_speech_in_progress_keeps_its_begin_when_the_detection_changes(talk: Session) -> None:
