@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from omni_actors import config as configuration
-from omni_actors.cluster.on_ray import open_on_ray
 from omni_actors.config import Pipeline
 from omni_actors.errors import StageFailed, StartTimedOut
 from omni_actors.metrics import Metrics
@@ -49,6 +48,8 @@ async def _spawner(pipeline: Pipeline, given: Spawner | None, cluster: str | Non
     if cluster is None:
         yield given or LocalSpawner()
     else:
+        from omni_actors.cluster.on_ray import open_on_ray  # takes 20 ms; most systems run on one machine
+
         async with open_on_ray(pipeline, cluster) as spawner:
             yield spawner
 
