@@ -67,7 +67,8 @@ class Connection(Generic[M]):
         self._stream, self._sealer = stream, Sealer(keys[0])
         self._opener = Opener(keys[1], decoder)
         self._queue: collections.deque[bytes] = collections.deque()
-        self._waiting = 0
+        self._waiting, self._is_full = 0, False
+        """Bytes that wait to be sent, and whether a message was left out because they were too many."""
         self._posted, self._room = trio.Event(), trio.lowlevel.ParkingLot()
         self.posted = self.sent = 0
         """How many messages were posted, and how many of them the kernel has taken."""
@@ -76,9 +77,10 @@ class Connection(Generic[M]):
         """Send a message, in order. Raises ValueError (too large). It is dropped if the connection is lost."""
         encoded = encode(message)
         self.posted += 1
-        if self._waiting <= MOST_WAITING:
+        self._is_full = self._is_full or self._waiting + len(encoded) > MOST_WAITING
+        if not self._is_full:
             self._queue.append(encoded)
-        self._waiting += len(encoded)
+            self._waiting += len(encoded)
         self._posted.set()
 
     async def wait_room(self) -> None:
@@ -91,8 +93,8 @@ class Connection(Generic[M]):
         while True:
             await self._posted.wait()
             await trio.lowlevel.checkpoint()  # rule 2
-            if self._waiting > MOST_WAITING:
-                raise ConnectionLost(f"{self._waiting} bytes wait to be sent")
+            if self._is_full:
+                raise ConnectionLost(f"more than {MOST_WAITING} bytes wait to be sent")
             self._posted = trio.Event()
             while self._queue:
                 batch = self._take_batch()
