@@ -64,8 +64,8 @@ class Places(Protocol):
         """Return the place of a worker that is to be started. Raises NoPlace."""
         ...
 
-    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> object:
-        """Wait until a worker has a place. on_waiting: called with the reason each time that it waits."""
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> Place:
+        """Wait until a worker has a place, and return it. on_waiting: called with the reason when it waits."""
         ...
 
     def started(self, address: Address) -> None:
@@ -160,9 +160,10 @@ class ClusterSpawner:
             self._workers.pop(address, None)
             self._places.ended(address)
 
-    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
-        """Wait until a worker can be started somewhere. on_waiting: called with the reason each time that it waits."""
-        await self._places.wait_place(address, on_waiting)
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...]:
+        """Wait until a worker can be started somewhere. Return its devices if that is the parent's node, else none."""
+        at = await self._places.wait_place(address, on_waiting)
+        return at.devices if self._nodes[at.node].has(PARENT) else ()
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         """Return a ring between two workers wherever they run, or between a worker and the client. Raises OSError."""

@@ -9,26 +9,28 @@ from omni_actors.supervisor.process import Spawner, Worker
 from omni_actors.supervisor.replica import Replica
 
 
-async def wait_place(spawner: Spawner, replica: Replica) -> None:
+async def wait_place(spawner: Spawner, replica: Replica) -> tuple[str, ...]:
     """Wait until a worker of a replica can be started somewhere. It is no checkpoint if one can be.
 
-    The time does not count as loading. Meanwhile the replica's note says what it waits for.
+    The time does not count as loading. Meanwhile the replica's note says what it waits for. Returns which devices of
+    this machine the worker gets.
     """
     note = replica.note
 
     def on_waiting(reason: str) -> None:
         replica.note = reason
 
-    await spawner.wait_place(replica.address, on_waiting)
+    devices = await spawner.wait_place(replica.address, on_waiting)
     replica.note = note
+    return replica.spec.devices if devices is None else devices
 
 
-async def lock_devices(replica: Replica) -> None:
-    """Lock the devices of a replica for its current incarnation. It is no checkpoint if all are free.
+async def lock_devices(replica: Replica, devices: tuple[str, ...]) -> None:
+    """Lock devices of this machine for the current incarnation of a replica. It is no checkpoint if all are free.
 
     The supervisor releases the locks when the worker is ready, or has ended. Raises DeviceBusy.
     """
-    devices, incarnation = replica.spec.devices, replica.incarnation
+    incarnation = replica.incarnation
     if devices:
         note, replica.note = replica.note, f"waiting for {', '.join(devices)}"
         await incarnation.device_locks.acquire(devices, replica.stage.device_lock_timeout_s)

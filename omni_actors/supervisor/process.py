@@ -101,12 +101,13 @@ class Worker(ABC):
 class Spawner(Protocol):
     """Creates workers and the rings between them: on this machine (``LocalSpawner``), elsewhere, or in a simulation."""
 
-    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...] | None:
         """Wait until a worker can be started somewhere. It is no checkpoint if one can be.
 
         The place may be gone when ``spawn`` is called later, which then raises SpawnFailed.
 
-        on_waiting: called with the reason, in words, each time that it waits.
+        on_waiting: called with the reason, in words, each time that it waits. Returns which devices of this machine the
+        worker gets, as in CUDA_VISIBLE_DEVICES; None: those of its ``WorkerSpec``.
         """
         ...
 

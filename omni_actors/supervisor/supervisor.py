@@ -233,8 +233,8 @@ class Supervisor:
         """Run a worker from its spawn until it is reaped. If cancelled, stop it."""
         incarnation = replica.incarnation
         try:
-            await devices.wait_place(self._spawner, replica)
-            await devices.lock_devices(replica)
+            here = await devices.wait_place(self._spawner, replica)
+            await devices.lock_devices(replica, here)
             async with devices.spawn(self._spawner, replica, self._mailbox_capacity) as worker:
                 incarnation.worker = worker
                 worker_log.started(replica, worker.pid)

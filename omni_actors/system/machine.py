@@ -47,11 +47,23 @@ def device_layout(pipeline: Pipeline, stage: str) -> Layout:
     configured = pipeline.stages[stage]
     checked = configured.workers or configured.workers_for(int(configured.scale_from_zero))
     try:
-        return stage_layout(configured, checked, visible_here())[: configured.workers]
+        return layout(pipeline, stage, checked)[: configured.workers]
     except DeviceLayoutError as error:
         path, found = ("devices", list(configured.devices)) if configured.devices else ("device", configured.device)
         accepted = f"{error.accepted}; {error.reason}"
         raise ConfigError(pipeline.file, f"stages.{stage}.{path}", found, accepted) from error
+
+
+def layout(pipeline: Pipeline, stage: str, workers: int) -> Layout:
+    """Return the devices of each of ``workers`` workers of a stage, among those that this process sees.
+
+    On several nodes a worker gets those of its place (``cluster/placement.py``); only their number is known here.
+    Raises DeviceLayoutError.
+    """
+    configured = pipeline.stages[stage]
+    if pipeline.cluster is not None:
+        return stage_layout(configured, 1, visible=None) * workers
+    return stage_layout(configured, workers, visible_here())
 
 
 def remedy(*pipelines: Pipeline) -> str:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import trio
 
 from omni_actors import config as configuration
@@ -142,6 +143,8 @@ class OmniSystem(
         is freed. An exception of the block is raised as it is, not in an exception group.
         """
         pipeline = configuration.load(config, {**overrides, **more_overrides} if overrides else more_overrides)
+        if spawner is None and cluster is None:
+            pipeline = msgspec.structs.replace(pipeline, cluster=None)  # all workers run on this machine
         async with _spawner(pipeline, spawner, cluster) as starts:
             system = cls(pipeline, machine.resolve_models(pipeline), starts, tracing_with(tracer_provider, pipeline))
             body_error: BaseException | None = None

@@ -27,11 +27,11 @@ import msgspec
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.config.devices import DeviceLayoutError, stage_layout
-from omni_actors.config.models import visible_here
+from omni_actors.config.devices import DeviceLayoutError
 from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed
 from omni_actors.protocol.messages import Address, WorkerSpec
 from omni_actors.supervisor.replica import Replica, ReplicaState
+from omni_actors.system import machine
 from omni_actors.system.control import Control
 from omni_actors.system.scale_rule import Change, plan_change
 from omni_actors.system.workers import worker_spec
@@ -162,7 +162,7 @@ class ScaleControl(Control):
         taken = {each.address.replica for each in self._orchestrator.pools.replicas(stage)}
         free = [number for number in range(workers) if number not in taken][: max(0, workers - len(taken))]
         try:
-            devices = stage_layout(self.pipeline.stages[stage], workers, visible_here()) if free else ()
+            devices = machine.layout(self.pipeline, stage, workers) if free else ()
         except DeviceLayoutError as error:
             raise InvalidRequest(f"replicas: {error}", param="replicas", code="no_devices") from error
         return [worker_spec(self.pipeline, self._models, Address(stage, each), devices[each]) for each in free]

@@ -1,0 +1,64 @@
+"""Devices of workers on several nodes: those of the node, and not those of the parent's machine."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from omni_actors import OmniSystem
+from omni_actors.cluster.placement import PARENT, Node
+from omni_actors.cluster.placements import Placements
+from omni_actors.cluster.spawner import open_cluster
+from omni_actors.cluster.subprocess_agents import SubprocessAgents
+from omni_actors.config import Cluster, Pipeline, Stage
+from omni_actors.errors import ConfigError
+from omni_actors.platform.device_locks import DeviceLocks
+
+NODES = [
+    Node(name=PARENT, gpus=1),
+    Node(name="a", labels=("gpu",), gpus=1),
+    Node(name="b", labels=("gpu",), gpus=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent sees one device."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+
+def pipeline() -> Pipeline:
+    """Two workers on nodes with the label "gpu", each with a device."""
+    stage = Stage(
+        engine="tests.cluster.device_engine:without_devices",
+        accepts=("script",),
+        emits="audio",
+        device="cuda",
+        replicas=2,
+        device_lock_timeout_s=0.05,
+    )
+    return Pipeline(name="devices", stages={"only": stage}, cluster=Cluster(nodes={"only": "gpu"}))
+
+
+async def test_workers_get_the_devices_of_their_nodes_whatever_the_parent_has() -> None:
+    """Another program loads onto the parent's device of the same name, which concerns no other node."""
+    locks, configured = DeviceLocks(), pipeline()
+    await locks.acquire(["0"], 10.0)
+    try:
+        async with (
+            open_cluster(NODES, SubprocessAgents(), Placements(configured, NODES)) as spawner,
+            OmniSystem.open(configured, spawner=spawner) as omni,
+        ):
+            await omni.scale("only", 3)
+            nodes = {agent.pid: node for node, agent in spawner.agents.items()}
+            workers = [psutil.Process(each.pid) for each in omni.health().stages["only"] if each.pid]
+            found = [(nodes[each.ppid()], each.environ()["CUDA_VISIBLE_DEVICES"]) for each in workers]
+            assert sorted(found) == [("a", "0"), ("b", "0"), ("b", "1")]
+    finally:
+        locks.release()
+
+
+async def test_on_one_machine_the_section_cluster_has_no_effect() -> None:
+    with pytest.raises(ConfigError, match="only 1 devices are visible"):
+        async with OmniSystem.open(pipeline()):
+            pytest.fail("the block began")
