@@ -156,22 +156,28 @@ async def events(response: httpx2.Response, decode: Callable[[httpx2.ServerSentE
     Read all of it, or leave by an exception of the event loop: the generators inside httpx2 are closed by nothing else.
 
     Raises ServerError for an event with an error or if ``decode`` does, and httpx2's errors, which ``Server.stream``
-    converts.
+    converts. What follows such an event is not read.
     """
-    failure: ServerError | None = None
-    async for event in httpx2.EventSource(response, MAX_EVENT_BYTES):
-        if event.data == DONE or failure is not None:
+    source = aiter(httpx2.EventSource(response, MAX_EVENT_BYTES))
+    async for event in source:
+        if event.data == DONE:
             continue
         try:
             if event.data.startswith('{"error"'):
                 raise refusal(200, event.data.encode())
             part = decode(event)
-        except ServerError as error:
-            failure = error
-        else:
-            yield part
-    if failure is not None:
-        raise failure
+        except ServerError:
+            await _end(source)
+            raise
+        yield part
+
+
+async def _end(generator: AsyncIterator[Any]) -> None:
+    """End a generator of httpx2, and those inside it: a cancellation does, and ``break`` would not."""
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        async for _ in generator:
+            pass
 
 
 async def read_body(response: httpx2.Response, limit: int) -> bytes:

@@ -37,6 +37,8 @@ class Scripted:
         self.answers: list[tuple[int, bytes]] = []
         self.bodies: list[dict[str, Any]] = []
         self.listed: bytes = json.dumps({"data": [{"id": model}]}).encode()
+        self.has_end = True
+        """Whether an answer ends. One without an end goes on until the client leaves."""
         scripted = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,9 +53,15 @@ class Scripted:
                 self.send_response(status)
                 is_stream = body.startswith((b"data", b"event"))
                 self.send_header("content-type", "text/event-stream" if is_stream else "text/plain")
-                self.send_header("content-length", str(len(body)))
+                if scripted.has_end or not is_stream:
+                    self.send_header("content-length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+                while is_stream and not scripted.has_end:
+                    try:
+                        self.wfile.write(b"data: {}\n\n")
+                    except ConnectionError:
+                        return
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -180,6 +188,16 @@ def test_texts_of_a_server_do_not_control_the_terminal_of_top(hostile: Scripted)
     assert is_harmless(result), repr(result.output)
     assert result.stdout.startswith(f"{CLEANED} at ")
     assert result.stdout.count("[red]evil[/]") >= 5
+
+
+def test_a_server_that_goes_on_after_an_error_is_left(scripted: Scripted) -> None:
+    scripted.has_end = False
+    scripted.answers = [(200, b'data: {"error": {"message": "broken"}}\n\n'), (200, b"data: [1]\n\n")]
+    result = chat(scripted, "one\ntwo\n")
+    assert result.exit_code == 1
+    broken, unexpected = result.stderr.splitlines()
+    assert broken == "broken"
+    assert unexpected.startswith("an event of the answer has an unexpected form")
 
 
 def test_a_list_of_models_without_end_is_refused(scripted: Scripted) -> None:
