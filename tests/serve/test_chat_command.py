@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -258,6 +259,20 @@ def test_a_signal_at_the_prompt_restores_the_terminal(
     child.kill(signal.SIGTERM)
     child.expect("interrupted")
     assert exit_code(child) == 130
+
+
+def test_a_terminal_that_goes_away_ends_the_conversation(studio: Server, tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    variables = environment(tmp_path, TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1", NO_COLOR="1")
+    command = [*PROGRAM, "--url", studio.url]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=variables, cwd=ROOT)
+    os.close(theirs)
+    drawn = b""
+    while not re.search(PROMPT.encode(), drawn):
+        drawn += os.read(ours, 4096)
+    os.close(ours)
+    _, err = process.communicate(timeout=WATCHDOG_S)
+    assert (process.returncode, err.decode().count("\n")) == (0, 1), err.decode()
 
 
 def test_control_characters_of_an_answer_do_not_reach_the_terminal(studio: Server, tmp_path: Path) -> None:

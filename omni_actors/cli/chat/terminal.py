@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +41,10 @@ class TerminalReader:
         )
 
     async def read(self) -> str | None:
-        """Return the next message; None at Ctrl-D. Cancellation ends the prompt and restores the terminal."""
+        """Return the next message; None at Ctrl-D, and when the terminal is gone.
+
+        Cancellation ends the prompt and restores the terminal.
+        """
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._exit_when_cancelled)
             try:
@@ -48,6 +52,10 @@ class TerminalReader:
                 return await trio.to_thread.run_sync(lambda: self._session.prompt(handle_sigint=False))
             except EOFError:
                 return None
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                return None  # the terminal was closed
             except KeyboardInterrupt:
                 interrupted = True
             finally:
