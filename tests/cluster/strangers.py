@@ -21,7 +21,9 @@ def authenticated(address: Address, link_id: int, *, role: str = ROLE_OF_LINKS) 
     connection.sendall(handshake.hello)
     answer = b""
     while len(answer) < handshake.wanted:
-        answer += connection.recv(handshake.wanted - len(answer))
+        received = connection.recv(handshake.wanted - len(answer))
+        assert received, "the pump closed the connection before the handshake was over"
+        answer += received
     proof = handshake.receive(answer)
     connection.sendall(proof)
     return connection, handshake.hello + proof

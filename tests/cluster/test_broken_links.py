@@ -177,14 +177,14 @@ def test_a_killed_or_stopped_node_is_a_loss(victim: str, stop: signal.Signals) -
 
 def test_a_full_ring_is_no_loss_however_long_it_lasts() -> None:
     """The sending end's socket is full for longer than the time of silence; the receiving end says that it lives."""
-    with open_pump(silent_s=0.25) as (near, near_losses), open_pump(silent_s=0.25) as (far_pump, far_losses):
+    with open_pump(silent_s=1.0) as (near, near_losses), open_pump(silent_s=1.0) as (far_pump, far_losses):
         made = LinkedRings(near, far_pump, near_bytes=1 << 16, far_bytes=1 << 16)
         made.receive()
         made.send()
         sent = 0
         while True:
             try:
-                made.producer.send(sent.to_bytes(4, "little") + bytes(30_000), timeout=2.0)
+                made.producer.send(sent.to_bytes(4, "little") + bytes(30_000), timeout=3.0)
             except TimeoutError:
                 break
             sent += 1

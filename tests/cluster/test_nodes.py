@@ -34,7 +34,7 @@ LAYOUTS = {
     "parent and node": {"first": "parent", "second": "b"},
     "node and parent": {"first": "a", "second": "parent"},
 }
-LEASE_S = 2.0
+LEASE_S = 4.0
 
 
 @pytest.fixture

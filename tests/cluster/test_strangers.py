@@ -145,7 +145,7 @@ def test_silent_strangers_are_dropped_in_time() -> None:
 
 
 def test_a_link_that_is_not_expected_is_dropped_in_time() -> None:
-    with open_pump(handshake_s=0.1) as (pump, _):
+    with open_pump(handshake_s=1.0) as (pump, _):
         connection, _ = authenticated(pump.address, 3)
         wait_closed(connection)
         assert not pump.statistics()

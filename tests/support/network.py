@@ -72,6 +72,14 @@ class Namespace:
         finally:
             self.run("ip", "route", "del", "blackhole", route)
 
+    def why_not_limited(self) -> str | None:
+        """Return why ``limited`` does not work here; None if it does."""
+        try:
+            with self.limited(1_000_000):
+                return None
+        except subprocess.CalledProcessError as error:
+            return f"bandwidth cannot be limited here: {error.stderr.strip()}"
+
     @contextmanager
     def limited(self, bits_per_s: int) -> Iterator[None]:
         """Send no faster."""
