@@ -78,8 +78,9 @@ class SessionPipeline:
             finally:
                 generation.abort()
         except InvalidRequest as error:
+            # The ended request keeps this error, and with it everything on the path on which it is raised.
             if error.param == "language":
-                raise
+                raise InvalidRequest(error.message, param=error.param, code=error.code) from None
         except OmniError:
             pass  # the transcript of a recording will say so
 

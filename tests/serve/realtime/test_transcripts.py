@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 from omni_actors.serve.media.base64_data import to_base64
@@ -60,6 +61,14 @@ def test_a_language_that_the_model_does_not_know_is_refused(talk: Session) -> No
     assert transcribe(talk, language="de")["language"] == "de"
     assert talk.error("session.update", session={"audio": {"input": {"transcription": {"language": "xx"}}}})
     assert say(talk, recording(0.5)) == "0.5 s at 24000 Hz"
+
+
+def test_a_session_is_gone_after_a_refused_language(start: Start) -> None:
+    """Resamplers that are left at the end of the process are reported on stderr."""
+    with start() as server:
+        with session(server) as talk:
+            assert talk.error("session.update", session={"audio": {"input": {"transcription": {"language": "xx"}}}})
+        assert server.ends_by(signal.SIGINT)[1] == ""
 
 
 def test_an_answer_about_a_recording_without_words_fails_and_later_ones_do_not(talk: Session) -> None:
