@@ -128,7 +128,7 @@ class Response:
             while isinstance(failure, BaseExceptionGroup):
                 failure = failure.exceptions[0]
             assert isinstance(failure, OmniError | HTTPError)
-            self._failure = failure
+            self._failure = failure.with_traceback(None)  # the ended request keeps the error, and not this response
 
     async def _compute(self, queue: trio.MemorySendChannel[bytes]) -> None:
         """Read the pipeline's answer. Raises OmniError."""

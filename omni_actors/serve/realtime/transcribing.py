@@ -74,7 +74,7 @@ class Transcriber:
                 try:
                     await self._transcribe(entry, index, recording, is_asked=is_asked, language=language)
                 except OmniError as error:
-                    entry.error = error
+                    entry.error = error.with_traceback(None)  # the ended request keeps the error, and not this session
                     if is_asked:
                         place = {"item_id": entry.item.id, "content_index": index}
                         self._outbox.post(f"{_EVENT}.failed", **place, error=error_object(to_http_error(error)))
