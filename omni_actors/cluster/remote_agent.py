@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from typing import TypeAlias
 
 import trio
 
@@ -27,6 +28,8 @@ from omni_actors.supervisor.process import SpawnFailed
 from ringbuf import RingStatistics
 
 WORKER_LOGGERS = "omni_actors.worker."
+WorkerNews: TypeAlias = control.Spawned | control.NotSpawned | control.Unusable | control.Ending | control.Dead
+AgentNews: TypeAlias = control.Hello | control.Renew | control.Statistics | control.LinkLost | control.LogLine
 
 
 class RemoteAgent:
@@ -172,7 +175,10 @@ class RemoteAgent:
         try:
             async with aclosing(connection.read()) as received:
                 async for message in received:
-                    self._handle(message)
+                    if not isinstance(message, control.FromWorker):
+                        self._handle(message)
+                    elif (worker := self._workers.get(message.worker)) is not None:
+                        await worker.mailbox.take(message.packet)
         except (ConnectionLost, control.ControlCorrupted) as error:
             self.give_up(str(error))
 
@@ -181,7 +187,7 @@ class RemoteAgent:
             await trio.sleep(left_s)
         self.give_up(f"it asked for no renewal of its lease for {self._lease.lease_s:g} s")
 
-    def _handle(self, message: control.FromAgent) -> None:
+    def _handle(self, message: WorkerNews | AgentNews) -> None:
         match message:
             case control.Renew(asked_at):
                 if self._lease.grant(now()):
@@ -202,15 +208,8 @@ class RemoteAgent:
                     _tell(worker, message)
 
 
-WorkerNews = (
-    control.Spawned | control.NotSpawned | control.FromWorker | control.Unusable | control.Ending | control.Dead
-)
-
-
 def _tell(worker: RemoteWorker, message: WorkerNews) -> None:
     match message:
-        case control.FromWorker(_, packet):
-            worker.mailbox.take(packet)
         case control.Spawned(_, pid):
             worker.on_spawned(pid)
         case control.NotSpawned(_, error):

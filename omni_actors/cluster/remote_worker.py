@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 import trio
@@ -22,6 +23,10 @@ from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import MailboxFull, available
 from omni_actors.protocol.packets import Envelope
 from omni_actors.supervisor.process import Worker
+
+UNREAD_S: Final = 1.0
+"""How long a worker's message waits for the supervisor to read earlier ones. All of the agent waits meanwhile, the
+renewals of its lease included."""
 
 
 class RemoteMailbox:
@@ -57,17 +62,29 @@ class RemoteMailbox:
         """Yield the messages that a dead worker has sent and that were not received from ``incoming``."""
         return available(self.incoming)
 
-    def take(self, packet: bytes) -> None:
-        """Take a packet that the worker sent. One that cannot be decoded, or for which there is no room, is a fault."""
+    async def take(self, packet: bytes) -> None:
+        """Take a packet that the worker sent, when there is room for its messages.
+
+        One that cannot be decoded, or for which there is no room within ``UNREAD_S``, is a fault.
+        """
         if self.fault is not None:
             return
         try:
             for message in messages.unpack(packet):
-                self._in_send.send_nowait((message, ()))
-        except trio.WouldBlock:
+                await self._put((message, ()))
+        except trio.TooSlowError:
             self.fail(f"{self._capacity} of its control messages are waiting unread")
+        except trio.ClosedResourceError:
+            pass  # ``fail``, while it waited
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.fail(f"a control packet of {len(packet)} bytes cannot be decoded: {error}")
+
+    async def _put(self, envelope: Envelope) -> None:
+        try:
+            self._in_send.send_nowait(envelope)
+        except trio.WouldBlock:
+            with trio.fail_after(UNREAD_S):
+                await self._in_send.send(envelope)
 
     def fail(self, reason: str) -> None:
         """End reading: the supervisor then kills the worker for this reason, unless it has another one already."""
