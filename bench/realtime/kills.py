@@ -168,6 +168,8 @@ async def measure(variant: str, *, sessions: int, seconds: float, every_s: float
     """Run the sessions for some seconds, and until each has its last answer."""
     is_deadly, changes = VARIANTS[variant]
     run = Run(variant, seconds)
+    for text in QUESTIONS:
+        say(text)  # it is kept; made in a session, it would hold up all users
     async with serving((*changes, *overrides)) as server:
         before = os.getloadavg()[0]
         run.began = time.monotonic()

@@ -14,6 +14,8 @@ import httpx
 import openai
 
 END_S = 30.0
+HEALTH_S = 60.0
+"""How long /health may take: a busy machine runs the server, its workers and the users of the sessions."""
 
 
 class Worker(NamedTuple):
@@ -68,7 +70,7 @@ async def serving(overrides: Sequence[str] = (), pipeline: str = "voice") -> Asy
     try:
         url = await _wait_ready(process)
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        async with httpx.AsyncClient() as http, client:
+        async with httpx.AsyncClient(timeout=HEALTH_S) as http, client:
             yield Server(url, http, client)
     finally:
         if process.returncode is None:

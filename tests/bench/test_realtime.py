@@ -30,7 +30,8 @@ def test_a_quick_run_loses_no_session_and_has_every_figure(tmp_path: Path) -> No
     """It may find that a bound is not met on a busy machine."""
     file = tmp_path / "figures.json"
     program = [sys.executable, "-m", "bench.realtime", *QUICK, "--json", str(file)]
-    subprocess.run(program, cwd=ROOT, check=False)
+    done = subprocess.run(program, cwd=ROOT, check=False, stderr=subprocess.PIPE, text=True)
+    assert file.exists(), f"exit code {done.returncode}: {done.stderr}"
     found = json.loads(file.read_bytes())
     [run] = found["kills"]
     assert [death["stage"] for death in run["deaths"]] == list(kills.STAGES[:2])
