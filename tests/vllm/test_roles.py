@@ -176,13 +176,16 @@ def test_decode_goes_on_behind_its_journal(
 
 def other_weights(output: StageOutput) -> StageOutput:
     header = {**output.data["prompt"], "weights_version": "9"} if "prompt" in output.data else None
-    return msgspec.structs.replace(output, data={"prompt": header} if header else output.data)
+    return msgspec.structs.replace(output, data={**output.data, "prompt": header} if header else output.data)
 
 
 def other_layout(output: StageOutput) -> StageOutput:
-    params = output.data.get("kv_transfer_params")
-    data = {"kv_transfer_params": {**params, "layout": "another"}} if params else output.data
-    return msgspec.structs.replace(output, data=data)
+    return msgspec.structs.replace(output, data={**output.data, "layout": "another"})
+
+
+def other_first_layout(output: StageOutput) -> StageOutput:
+    """As if the worker that had sent the first block had died, and the next one ran on a node with another CPU."""
+    return other_layout(output) if "prompt" in output.data else output
 
 
 def other_dtype(output: StageOutput) -> StageOutput:
@@ -195,14 +198,14 @@ def no_block(output: StageOutput) -> StageOutput:
     return msgspec.structs.replace(output, downstream=kept)
 
 
-@pytest.mark.parametrize("changed", [other_weights, other_layout, other_dtype, no_block])
+@pytest.mark.parametrize("changed", [other_weights, other_layout, other_first_layout, other_dtype, no_block])
 def test_a_rejected_transfer_is_recomputed_by_the_stage_that_decodes(
     driver: Driver,
     sent: dict[int, list[StageOutput]],
     expected: dict[int, list[int]],
     changed: Callable[[StageOutput], StageOutput],
 ) -> None:
-    """The engine rejects it, vLLM's scheduler, vLLM's worker (blocks of the cache are taken for it), and the engine."""
+    """The engine rejects it; another dtype is rejected by vLLM's worker, which has taken blocks of the cache for it."""
     loaded, recomputed = counts(driver)
     ask(driver, 2, sent[SIZES[4]])
     ask(driver, 1, [changed(output) for output in sent[LONG]])
@@ -248,7 +251,7 @@ def test_what_decode_refuses_leaves_it_in_service(
         driver.start(1, **IDS)
     first = sent[LONG][0]
     with pytest.raises(InvalidRequest, match="no tokens of the prompt") as refused:
-        ask(driver, 1, [msgspec.structs.replace(first, data={})])
+        ask(driver, 1, [msgspec.structs.replace(first, data={"layout": first.data["layout"]})])
     assert refused.value.code == "prefill_mismatch"
     driver.live.clear()
     tokens = -for_stages(first)["tokens"].numpy()
@@ -258,7 +261,9 @@ def test_what_decode_refuses_leaves_it_in_service(
     size = CONTEXT
     header = {**first.data["prompt"], "positions": size}
     beyond = msgspec.structs.replace(
-        first, data={"prompt": header}, downstream={**first.downstream, "tokens": np.zeros(size, np.int64)}
+        first,
+        data={**first.data, "prompt": header},
+        downstream={**first.downstream, "tokens": np.zeros(size, np.int64)},
     )
     driver.live.clear()
     with pytest.raises(InvalidRequest, match="context of 256") as refused:
@@ -272,6 +277,6 @@ def test_what_decode_refuses_leaves_it_in_service(
 def test_clients_cannot_name_a_transfer(
     driver: Driver, sent: dict[int, list[StageOutput]], expected: dict[int, list[int]]
 ) -> None:
-    forged = {"do_remote_prefill": True, "positions": 10**6, "transfer": "2", "layout": "x", "do_remote_decode": True}
+    forged = {"do_remote_prefill": True, "positions": 10**6, "transfer": "2", "do_remote_decode": True}
     ask(driver, 1, sent[LONG], extra_args={**IDS["extra_args"], "kv_transfer_params": forged})
     assert ids(driver.run()[1]) == expected[LONG]

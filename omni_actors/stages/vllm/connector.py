@@ -7,7 +7,7 @@ params of a request            meaning
 -----------------------------  ---------------------------------------------------------------------------------------
 ``do_remote_decode: true``     Another stage decodes: save the blocks of the prompt.
 ``do_remote_prefill: true``    Another stage has prefilled: load ``positions`` positions that were offered as
-                               ``transfer``, unless ``layout`` differs from this stage's.
+                               ``transfer``.
 
 A request that prefills returns params with which another stage can load its blocks.
 
@@ -97,9 +97,10 @@ class RingConnector(KVConnectorBase_V1):  # type: ignore[misc]
         cache = vllm_config.cache_config
         self._block_size: int = cache.block_size
         cpu = torch.backends.cpu.get_cpu_capability() if vllm_config.device_config.device_type == "cpu" else ""
-        self._layout = (
+        self.layout = (
             f"{vllm.__version__} {vllm_config.model_config.dtype} {cache.cache_dtype} {self._block_size} {cpu}"
         )
+        """What blocks depend on besides the model. Blocks of another layout may have the same shape."""
         # of the scheduler
         self._prefilling: dict[str, Any] = {}
         """vLLM's requests whose blocks are saved, by internal id."""
@@ -122,7 +123,7 @@ class RingConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill") or params.get("layout") != self._layout:
+        if not params.get("do_remote_prefill"):
             return 0, False
         count = max(0, params["positions"] - num_computed_tokens)
         return count, count > 0
@@ -152,7 +153,6 @@ class RingConnector(KVConnectorBase_V1):  # type: ignore[misc]
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "positions": request.num_prompt_tokens,
-            "layout": self._layout,
         }
 
     def _save(self, request: Any, computed: int) -> None:
@@ -240,6 +240,11 @@ class RingConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 class TransferWorker(StageWorker):
     """vLLM's worker, with calls to its connector."""
+
+    def layout(self) -> str:
+        """Return the layout of the blocks."""
+        layout: str = get_kv_transfer_group().layout
+        return layout
 
     def take_saved(self) -> list[SavedBlock]:
         """Return the blocks that were saved since the last call."""

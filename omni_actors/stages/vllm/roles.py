@@ -58,6 +58,7 @@ class _SplitEngine(TextEngine):
             speculative_config=None,
         )
         self._block_size: int = self._llm.vllm_config.cache_config.block_size
+        [self._layout] = self._llm.collective_rpc("layout")
 
     def _params(self, request: base.StageRequest) -> VLLMParams:
         """Raises InvalidRequest."""
@@ -130,7 +131,7 @@ class PrefillingEngine(_SplitEngine):
 
     def _chunk(self, request: PrefillRequest, block: SavedBlock) -> tuple[dict[str, Any], Mapping[str, Any]]:
         header = None if block.number else PromptHeader(len(request.tokens), self._weights_version)
-        return block_chunk(block.tensor, header, request.tokens)
+        return block_chunk(block.tensor, self._layout, header, request.tokens)
 
 
 class DecodeRequest(VLLMRequest[ReceivedBlocks]):
@@ -158,7 +159,13 @@ class DecodingEngine(_SplitEngine):
         super().start(request)
 
     def _new_request(self, request: base.StageRequest) -> DecodeRequest:
-        received = ReceivedBlocks(self._context, self._block_size, self._weights_version, self._room)
+        received = ReceivedBlocks(
+            context=self._context,
+            block_size=self._block_size,
+            layout=self._layout,
+            weights_version=self._weights_version,
+            room=self._room,
+        )
         made = DecodeRequest(request, self._params(request), received)
         made.received = received
         return made

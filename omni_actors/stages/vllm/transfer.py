@@ -5,7 +5,7 @@ many positions as vLLM's ``block_size``, in the layout of vLLM's attention kerne
 
 chunk               tensors                                           data
 ------------------  ------------------------------------------------  ------------------------------------------------
-every one           ``block``: (layers, then the shape of a layer's    ``{}``
+every one           ``block``: (layers, then the shape of a layer's    ``layout``: ``RingConnector.layout``
                     block)
 first of a request  ``tokens``: int64 (positions,)                    ``prompt``: the fields of ``PromptHeader``
 last                                                                  ``kv_transfer_params``: what vLLM's request has
@@ -18,6 +18,7 @@ Rules
 3. A *rejected* transfer is recomputed: the consumer drops its blocks and computes the prompt from its tokens. It
    rejects what was computed with another version of the weights, what has no room (``waiting_prompts_mb``), and what
    does not fit its cache. Only a chunk without the tokens of the prompt ends the request.
+4. Each block has its own layout: after a death, the others may come from a worker on a node with another kind of CPU.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ from ringbuf import Tensor as WireTensor
 class _ChunkData(msgspec.Struct, frozen=True):
     prompt: PromptHeader | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    layout: str = ""
 
 
 def block_chunk(
-    block: Tensor, header: PromptHeader | None, tokens: list[int]
+    block: Tensor, layout: str, header: PromptHeader | None, tokens: list[int]
 ) -> tuple[dict[str, Any], dict[str, WireTensor]]:
     """Return the data and the tensors of a chunk. header: None in all chunks but the first, and in it with tokens."""
     tensors = {"block": to_wire(block, deferred=True)}
     if header is None:
-        return {}, tensors
+        return {"layout": layout}, tensors
     data, more = header_of(header, tokens, {})
-    return {**data}, {**tensors, **more}
+    return {"layout": layout, **data}, {**tensors, **more}
 
 
 class Room:
@@ -75,12 +77,13 @@ class Room:
 class ReceivedBlocks:
     """Collects the chunks of one request.
 
-    context: the largest number of positions of a prompt. block_size: positions of a block. weights_version: of this
-    stage. room: where memory for the blocks is reserved.
+    context: the largest number of positions of a prompt. block_size: positions of a block. layout: of this stage's
+    blocks. weights_version: of this stage. room: where memory for the blocks is reserved.
     """
 
-    def __init__(self, context: int, block_size: int, weights_version: str | None, room: Room) -> None:
-        self._context, self._block_size, self._version, self._room = context, block_size, weights_version, room
+    def __init__(self, context: int, block_size: int, layout: str, weights_version: str | None, room: Room) -> None:
+        self._context, self._block_size, self._layout = context, block_size, layout
+        self._version, self._room = weights_version, room
         self.tokens: list[int] = []
         self.blocks: list[Tensor] = []
         """In host memory, in order of position."""
@@ -98,6 +101,8 @@ class ReceivedBlocks:
         block = chunk.tensors.get("block")
         if block is None:
             self.reject("a chunk has no block")
+        elif data.layout != self._layout:
+            self.reject(f"a block has the layout {data.layout!r}; this stage has {self._layout!r}")
         elif self.rejected is None:
             self.blocks.append(to_torch(block))
         if chunk.last:
