@@ -107,7 +107,6 @@ class Helper:
                     "max_restarts": 0,
                     "max_concurrency": 1,
                     "lifetime": "detached",
-                    "name": f"agent-{os.getpid()}-{order.settings.number}",
                     "num_cpus": order.cpus,
                     "num_gpus": order.gpus,
                     "scheduling_strategy": NodeAffinitySchedulingStrategy(order.node_id, soft=False),

@@ -83,7 +83,6 @@ class RayAgents:
             with trio.move_on_after(HELPER_S):
                 first = await self._nursery.start(self._follow, process)
                 if isinstance(first, Started):
-                    self._process, self._nodes = process, _by_unique_name(first.nodes)
                     return
                 raise ClusterUnavailable({self._address: first.why})
             process.kill()
@@ -104,6 +103,8 @@ class RayAgents:
                     if (send := self._ends.pop(news.number, None)) is not None:
                         send.send_nowait(news)
                 else:
+                    if isinstance(news, Started):  # not later: the helper may end at once
+                        self._process, self._nodes = process, _by_unique_name(news.nodes)
                     told = True
                     task_status.started(news)
             if not told:
