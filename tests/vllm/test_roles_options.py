@@ -115,3 +115,9 @@ def test_arguments_that_do_not_fit_a_role_end_the_load(
 ) -> None:
     with pytest.raises(WrongEngineArgument, match=next(iter(wrong))):
         open_stage("vllm", tiny, engine_args={**OPTIONS, **wrong}, role="decode")
+
+
+@pytest.mark.parametrize("role", ["both", "prefill"])
+def test_memory_for_prompts_is_an_option_of_decode_alone(open_stage: Callable[..., Any], tiny: Path, role: str) -> None:
+    with pytest.raises(ValueError, match="waiting_prompts_mb: only a stage with role: decode"):
+        open_stage("vllm", tiny, engine_args=OPTIONS, role=role, waiting_prompts_mb=1)

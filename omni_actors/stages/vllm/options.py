@@ -28,9 +28,9 @@ class VLLMSplitOptions(VLLMOptions, frozen=True, forbid_unknown_fields=True):
     role: Role = "both"
     """"prefill": the stage computes prompts, and sends the blocks of its cache to a stage of the same model with the
     role "decode", which writes the answers."""
-    waiting_prompts_mb: Positive = 1024
-    """With the role "decode": megabytes of host memory for blocks that are not in the cache yet. A prompt whose blocks
-    have no room is computed again by this stage."""
+    waiting_prompts_mb: Positive | None = None
+    """With the role "decode": megabytes of host memory for blocks that are not in the cache yet; None: 1024. A prompt
+    whose blocks have no room is computed again by this stage."""
 
 
 class VLLMTalkerOptions(TalkerOptions, frozen=True, forbid_unknown_fields=True):

@@ -37,6 +37,7 @@ from omni_actors.stages.vllm.text import TextEngine
 from omni_actors.stages.vllm.transfer import ReceivedBlocks, Room, block_chunk
 
 WORKER = "omni_actors.stages.vllm.connector.TransferWorker"
+WAITING_MB = 1024
 TRANSFER = "kv_transfer_params"
 """The name of vLLM's parameters of a transfer, in a request's ``extra_args`` and in our chunks."""
 
@@ -149,7 +150,7 @@ class DecodingEngine(_SplitEngine):
     def __init__(self, context: base.StageContext) -> None:
         super().__init__(context)
         options = msgspec.convert(context.options, VLLMSplitOptions)
-        self._room = Room(options.waiting_prompts_mb * 1_000_000)
+        self._room = Room((options.waiting_prompts_mb or WAITING_MB) * 1_000_000)
         self._loaded = self._recomputed = 0
 
     def start(self, request: base.StageRequest) -> None:
@@ -217,5 +218,8 @@ ENGINES: Mapping[str, type[TextEngine]] = {"both": TextEngine, "prefill": Prefil
 
 
 def open_text(context: base.StageContext) -> TextEngine:
-    """Load the engine of the stage's role. Raises as ``TextEngine`` does."""
-    return ENGINES[msgspec.convert(context.options, VLLMSplitOptions).role](context)
+    """Load the engine of the stage's role. Raises as ``TextEngine`` does, and ValueError for another role's option."""
+    options = msgspec.convert(context.options, VLLMSplitOptions)
+    if options.role != "decode" and options.waiting_prompts_mb is not None:
+        raise ValueError("waiting_prompts_mb: only a stage with role: decode has prompts that wait")
+    return ENGINES[options.role](context)
