@@ -229,8 +229,9 @@ def test_the_terminal_hears_a_spoken_question_and_speaks_the_answer(voice: Any, 
             model="voice", voice="heart", input="What is the capital of France?", response_format="wav"
         )
     (tmp_path / "question.wav").write_bytes(say.content)
+    chat = [sys.executable, "-m", "omni_actors", "chat", "--url", voice.url, "--temperature", "0"]
     done = subprocess.run(
-        [sys.executable, "-m", "omni_actors", "chat", "--url", voice.url, "-o", tmp_path, "--temperature", "0"],
+        [*chat, "-o", tmp_path, "--commands"],
         input=f"/audio {tmp_path / 'question.wav'}\n\n/stats\n",
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,

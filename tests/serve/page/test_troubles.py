@@ -99,7 +99,7 @@ def test_a_player_keeps_nothing_of_what_was_heard(page: Page, studio: Server) ->
 
 @pytest.mark.slow
 def test_reading_waits_while_a_minute_of_sound_is_not_played(page: Page, start: Start) -> None:
-    with start("-s", "stages.mind.options.fan_out=3000") as server:  # 300 s of sound, at once
+    with start("-s", "stages.mind.options.fan_out=15000") as server:  # 1,500 s of sound: no browser buffers that
         page.open(server.url)
         page.wait("document.querySelector('#question')")
         page.evaluate("document.querySelector('#question').focus()")
