@@ -19,7 +19,7 @@ import trio.testing
 
 import omni_actors
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import ConfigError
+from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import Request
@@ -50,6 +50,18 @@ async def test_a_request_that_has_ended_is_freed_without_the_garbage_collector()
         finally:
             gc.enable()
     assert len(kept) == RECENT
+
+
+async def test_a_request_that_has_failed_is_not_kept_for_the_live_state() -> None:
+    """Its error would keep what the frames of its traceback refer to: a connection's request, a whole conversation."""
+    async with OmniSystem.open(ONE) as omni:
+        for _ in range(3):
+            with pytest.raises(InvalidRequest):
+                await anext(omni.submit({"script": [Input({"echo": {"invalid": "step"}})]}, ("text",)))
+        await trio.testing.wait_all_tasks_blocked()
+        gc.collect()
+        kept = [each.name for each in gc.get_objects() if type(each) is Request]
+        assert len(kept) <= len(ONE.stages)  # the latest of each stage
 
 
 # leaving, in this process

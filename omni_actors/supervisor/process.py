@@ -11,9 +11,7 @@ Rules
 
 from __future__ import annotations
 
-import collections
 import io
-import logging
 import os
 import signal
 import socket
@@ -31,11 +29,10 @@ from omni_actors.platform.death_mutex import DeathMutex, exit_of_dying
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
 from omni_actors.protocol.messages import Address, ControlMessage
 from omni_actors.protocol.packets import Envelope
+from omni_actors.supervisor.stderr_tail import StderrTail
 from omni_actors.worker.main import STOP_SIGNALS, worker_main
 from ringbuf import Consumer, Producer, Ring, RingStatistics
 
-STDERR_TAIL_LINES = 40
-LONGEST_LINE = 4096
 """How many lines of a worker's stderr are kept to explain its death, and how many bytes of a line."""
 
 
@@ -198,7 +195,7 @@ class LocalWorker(Worker):
     def __init__(self, process: Any, mailbox: Mailbox, *, pidfd: int, death_mutex: DeathMutex, stderr_fd: int) -> None:
         super().__init__(process.pid, mailbox)
         self._process, self._pidfd, self._death_mutex = process, pidfd, death_mutex
-        self._stderr = _StderrTail(stderr_fd, f"omni_actors.worker.{process.name.split()[-1]}")
+        self._stderr = StderrTail(stderr_fd, f"omni_actors.worker.{process.name.split()[-1]}")
         self.stderr_tail = self._stderr.lines
         """The last lines that the worker wrote to stderr."""
 
@@ -235,47 +232,6 @@ class LocalWorker(Worker):
             signal_name, exit_code = (_signal_name(-code), None) if code < 0 else (None, code)
             self._exit = WorkerExit(self.pid, signal_name, exit_code, tuple(self.stderr_tail))
             self._ending.set()
-
-
-class _StderrTail:
-    """Keeps the last lines that a worker writes to its stderr, and logs all of them."""
-
-    def __init__(self, read_fd: int, logger: str) -> None:
-        self.lines: collections.deque[str] = collections.deque(maxlen=STDERR_TAIL_LINES)
-        self._fd, self._log, self._pending = read_fd, logging.getLogger(logger), b""
-        os.set_blocking(read_fd, False)
-
-    @trio.lowlevel.enable_ki_protection
-    async def follow(self) -> None:
-        """Read until every process has closed the other end."""
-        while self._read():
-            await trio.lowlevel.wait_readable(self._fd)
-
-    def drain(self) -> None:
-        """Read what is there now. A child of the worker may keep the pipe open and write later; that is not read."""
-        self._read()
-        if self._pending:
-            self._add(self._pending)
-            self._pending = b""
-
-    def _read(self) -> bool:
-        """Read what is there. Return whether a process still has the other end open."""
-        while True:
-            try:
-                data = os.read(self._fd, 65536)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            *lines, pending = (self._pending + data).split(b"\n")
-            self._pending = pending[-LONGEST_LINE:]
-            for line in lines:
-                self._add(line)
-
-    def _add(self, line: bytes) -> None:
-        text = line[-LONGEST_LINE:].decode(errors="replace").rstrip()
-        self.lines.append(text)
-        self._log.info(text)
 
 
 class _Channels(NamedTuple):

@@ -36,7 +36,7 @@ class EndedRequests:
         self.profiled: deque[tuple[str, Period]] | None = None
         """Names and timelines of the requests that ended since a profile began; None: no profile runs."""
         self._recent: deque[Request | LiveRequest] = deque(maxlen=RECENT)
-        """The latest ended requests, the earliest first. The state of each is made when it is first shown."""
+        """The latest ended requests, the earliest first. A state of one that is done is made when first shown."""
 
     def closed(self, request: Request) -> None:
         """Record a request that has ended, and whose client has everything or was cut off."""
@@ -49,7 +49,8 @@ class EndedRequests:
                 self._metrics.resume.labels(loss.crash.stage).observe(loss.resumed - loss.at)
         if self.tracing is not None and request.trace is not None:
             self.tracing.record(request)
-        self._recent.append(request)
+        # An error keeps its traceback, and so all that the request's caller had in hand: do not keep it.
+        self._recent.append(request if request.error is None else live_request(request, self._pipeline))
         if self.profiled is not None:
             self.profiled.append((request.name, timeline(request, self._pipeline)))
 
