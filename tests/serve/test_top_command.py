@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import pexpect
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from omni_actors.cli import main
 from omni_actors.cli.top.rates import Rates
+from omni_actors.cli.top.screen import Space, screen
+from omni_actors.system.live_requests import LiveRequest, RequestFailure
 from omni_actors.system.live_state import LiveRing, LiveState
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
 from tests.support.readme import ROOT
@@ -83,6 +88,17 @@ def test_a_narrow_terminal_shows_whole_cells_of_what_matters_most(studio: Server
     narrow = CliRunner().invoke(main, arguments, env={"COLUMNS": "40"}).stdout
     assert max(map(len, narrow.splitlines())) <= 40, narrow
     assert "0.0 ended/s" in " ".join(narrow.split()), "the first line goes on in a second one"
+
+
+def test_the_reason_of_a_failure_takes_no_space_from_other_columns() -> None:
+    failure = RequestFailure(type="StageCrashed", message="the worker of a stage died " * 9)
+    request = LiveRequest(
+        name="chatcmpl-0", state="failed", submitted=0.0, stages=["a"], bars=[], total_s=1.0, failure=failure
+    )
+    shown = msgspec.structs.replace(state(0, 0), requests={"chatcmpl-0": request})
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(screen(shown, Rates(), now=2.0, url="http://x", lost=None, space=Space(80, None)))
+    assert re.search(r"chatcmpl-0 +failed +1\.00 s .*the worker", console.export_text())
 
 
 @pytest.fixture

@@ -142,9 +142,10 @@ def _stages(state: LiveState, now: float, width: int) -> Table:
             rows.append([Text(label), Text(stage.engine), status, *(Text(str(each)) for each in counts), Text(load)])
             notes.append(_note(replica, now))
     widest = max((note.cell_len for note in notes), default=0)
-    shown, _ = _fit(STAGE_COLUMNS, rows, width, min(widest, NOTE_WIDTH))
+    shown, rest = _fit(STAGE_COLUMNS, rows, width, min(widest, NOTE_WIDTH))
     table = _table([*(STAGE_COLUMNS[each] for each in shown), _Column("note")])
     for row, note in zip(rows, notes, strict=True):
+        note.truncate(max(NOTE_WIDTH, rest), overflow="ellipsis")
         table.add_row(*(row[each] for each in shown), note)
     return table
 
@@ -201,10 +202,13 @@ def _requests(state: LiveState, now: float, most: int | None, width: int) -> Tab
     rows = [_request(each, total, width) for each, total in zip(newest, totals, strict=True)]
     shown, rest = _fit(REQUEST_COLUMNS, rows, width, SHORTEST_BAR)
     table = _table([*(REQUEST_COLUMNS[each] for each in shown), _Column("life")])
+    share = 2 if any(each.failure for each in newest) else 1  # half of the space is for reasons, where there are any
+    bar_width = min(BAR_WIDTH, max(SHORTEST_BAR, rest // share))
     for row, request, total in zip(rows, newest, totals, strict=True):
-        life = _bar(request, total, min(BAR_WIDTH, max(SHORTEST_BAR, rest)))
+        life = _bar(request, total, bar_width)
         if request.failure is not None:
             life.append(f"  {request.failure.message}", "red")
+        life.truncate(max(SHORTEST_BAR, rest), overflow="ellipsis")  # else it takes space from other columns
         table.add_row(*(row[each] for each in shown), life)
     return table
 
