@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextlib import suppress
 
 import trio
@@ -46,8 +46,16 @@ class Dispatcher:
     """The requests of a pipeline that have not ended: those that were dispatched, and those that were not yet."""
 
     def __init__(
-        self, limits: Limits, *, placement: Placement, readers: Readers, trials: Trials, resumable: Set[str]
+        self,
+        limits: Limits,
+        *,
+        placement: Placement,
+        readers: Readers,
+        trials: Trials,
+        send_input: Callable[[Request], None],
+        resumable: Set[str],
     ) -> None:
+        self._send_input = send_input
         self._limits, self._readers, self._resumable = limits, readers, resumable
         self.placement, self.trials = placement, trials
         self.queued: dict[Request, None] = {}
@@ -152,7 +160,8 @@ class Dispatcher:
             if CLIENT in request.route.targets[stage]:
                 request.chunk_sequences[stage] = ChunkSequence(request.number, stage)
             self._post_start(request, stage)
-        request.input.send_to(request.route.entries)
+        request.input.make_due(request.route.entries)
+        self._send_input(request)
 
     def _restart(self, request: Request, placement: Mapping[str, Address]) -> None:
         stages, deaths = request.replay_state.waiting, request.deaths
@@ -257,7 +266,8 @@ class Dispatcher:
         request.deaths.started(address.stage)
         for source in request.route.sources[address.stage]:
             if source == CLIENT:
-                request.input.send_again(address.stage)
+                request.input.restart(address.stage)
+                self._send_input(request)
             elif source in request.resumption.stages:
                 continue  # its ``Start`` is yet to be posted, with this replica among the targets
             elif (source_address := request.replay_state.stages[source].address) is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import trio
@@ -16,8 +16,8 @@ from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import EndRequest, Request
-from omni_actors.orchestrator.request_input import RetainedInput
-from omni_actors.protocol.messages import CLIENT, MAX_BYTES
+from omni_actors.orchestrator.request_input import Cursor, RetainedInput
+from omni_actors.protocol.messages import CLIENT, MAX_BYTES, Address
 from omni_actors.supervisor.edges import Edges
 
 PARAMS_BYTES = MAX_BYTES // 2
@@ -49,6 +49,8 @@ def encode_params(params: Mapping[str, Mapping[str, Any]]) -> dict[str, msgspec.
 class InputMover:
     """Sends the input of requests to their stages, and reads live input as fast as the stages take it.
 
+    A piece that fits into its ring is sent at once. For the rest, a task runs that ends when all is sent.
+
     Args:
         edges: The rings between the parent and the workers.
         limits: The bounds of what is retained.
@@ -61,22 +63,66 @@ class InputMover:
     ) -> None:
         self._edges, self._limits, self._end, self._require_admissible = edges, limits, end, require_admissible
         self._retained = RetainedInput()
+        self.nursery: trio.Nursery | None = None
+        """Where the tasks run; None while the orchestrator does not."""
 
     def close(self, request: Request) -> None:
         """Stop sending and reading a request's input, and free it."""
         request.input.close(self._retained)
 
-    async def send(self, request: Request) -> NoReturn:
-        """Send a request's input until cancelled, to each stage that lacks some. Invalid input ends the request."""
-        while True:
-            stage = await request.input.next_stage()
+    def send(self, request: Request) -> None:
+        """Send a request's input to each stage that is due. What cannot be sent at once is sent by a task."""
+        if request.input.has_task:
+            return
+        for stage in request.input.due:
+            if not self._send_at_once(request, stage):
+                assert self.nursery is not None, "requests are dispatched only while the orchestrator runs"
+                request.input.has_task = True
+                self.nursery.start_soon(self._send_rest, request)
+                return
+            request.input.take_due(stage)
+        self._sent(request)
+
+    def _send_at_once(self, request: Request, stage: str) -> bool:
+        """Send a stage its next piece, if there is room. Return False if more is to be sent."""
+        address, cursor = self._address(request, stage), request.input.cursor(stage)
+        if address is None or (due := request.input.next_piece(stage)) is None:
+            return True
+        try:
+            size = self._edges.inputs[address].try_send(_encoded(request, cursor, due))
+        except trio.ClosedResourceError:
+            return True
+        except InvalidRequest:
+            return False  # the task ends the request
+        if size is None:
+            return False
+        _count(request, address, cursor, size)
+        return request.input.next_piece(stage) is None
+
+    @trio.lowlevel.enable_ki_protection
+    async def _send_rest(self, request: Request) -> None:
+        """Run as a task: send a request's input to the stages that are due. Invalid input ends the request."""
+        while due := request.input.due:
+            request.input.take_due(due[0])
             try:
                 with request.input.sending():
-                    await self._send_to(request, stage)
+                    await self._send_to(request, due[0])
             except InvalidRequest as error:
                 self._fail(request, error)
-            placed = request.replay_state.placement.keys() & request.route.entries.keys()
-            request.input.drop_sent(placed, self._retained, keep=request.on_failure == "replay")
+            self._sent(request)
+        request.input.has_task = False
+
+    def _sent(self, request: Request) -> None:
+        placed = request.replay_state.placement.keys() & request.route.entries.keys()
+        request.input.drop_sent(placed, self._retained, keep=request.on_failure == "replay")
+        request.input.recheck()
+
+    def _address(self, request: Request, stage: str) -> Address | None:
+        """Return the replica that a stage's input goes to; None: it died, or has not confirmed a repeated ``Start``."""
+        progress = request.replay_state.stages[stage]
+        if progress.phase is Phase.RESTARTING or progress.address not in self._edges.inputs:
+            return None
+        return progress.address
 
     async def _send_to(self, request: Request, stage: str) -> None:
         """Send a stage what its incarnation lacks of the input that has arrived.
@@ -85,29 +131,21 @@ class InputMover:
         input from the first piece on when it has. Raises InvalidRequest if a piece cannot be encoded. Cancellation:
         some pieces may be sent.
         """
-        progress, cursor = request.replay_state.stages[stage], request.input.cursor(stage)
-        address = progress.address
-        edge = self._edges.inputs.get(address) if address else None
-        if edge is None or progress.phase is Phase.RESTARTING:
+        address, cursor = self._address(request, stage), request.input.cursor(stage)
+        if address is None:
             return
-        assert request.number is not None, "it is placed"
-        is_first = True
+        edge, is_first = self._edges.inputs[address], True
         while request.input.cursor(stage) is cursor and (due := request.input.next_piece(stage)) is not None:
             if is_first:  # it is sent at once; between pieces, other tasks run
                 await trio.lowlevel.checkpoint_if_cancelled()
             else:
                 await trio.lowlevel.checkpoint()
             is_first = False
-            piece, last = due
-            buffers = encode_piece(piece, request=request.number, source=CLIENT, seq=cursor.sent, last=last)
             try:
-                await edge.send(buffers)
+                size = await edge.send(_encoded(request, cursor, due))
             except trio.ClosedResourceError:
                 return
-            cursor.position += 1
-            cursor.sent += 1
-            size = sum(buffer.nbytes for buffer in buffers)
-            request.sent_bytes[str(address)] = request.sent_bytes.get(str(address), 0) + size
+            _count(request, address, cursor, size)
 
     @trio.lowlevel.enable_ki_protection
     async def read(self, request: Request, kind: str) -> None:
@@ -142,6 +180,7 @@ class InputMover:
                 await self._until_taken(request)
             self._take(request, kind, segments.finish())
             request.input.end(kind)
+            self.send(request)
         finally:
             if (close := getattr(iterator, "aclose", None)) is not None:
                 await close()
@@ -156,6 +195,7 @@ class InputMover:
         evicted = request.input.append(kind, piece, size + OVERHEAD_BYTES, self._limits, self._retained)
         if evicted is not None:
             request.replay_state.input_evicted = evicted
+        self.send(request)
 
     async def _until_taken(self, request: Request) -> None:
         while not request.takes_input:
@@ -164,6 +204,20 @@ class InputMover:
     def _fail(self, request: Request, error: RequestError) -> None:
         if not request.lifecycle.ended:
             self._end(request, Event.FAIL, error)
+
+
+def _encoded(request: Request, cursor: Cursor, due: tuple[Input, bool]) -> Sequence[memoryview]:
+    assert request.number is not None, "it is placed"
+    piece, last = due
+    return encode_piece(piece, request=request.number, source=CLIENT, seq=cursor.sent, last=last)
+
+
+def _count(request: Request, address: Address, cursor: Cursor, size: int) -> None:
+    """Record that a replica was sent the next piece of a request's input. size: in bytes."""
+    cursor.position += 1
+    cursor.sent += 1
+    name = str(address)
+    request.sent_bytes[name] = request.sent_bytes.get(name, 0) + size
 
 
 async def _next(iterator: AsyncIterator[Any], kind: str) -> Any:

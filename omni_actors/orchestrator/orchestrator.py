@@ -27,6 +27,7 @@ import trio
 from omni_actors import errors
 from omni_actors.config import Limits
 from omni_actors.orchestrator.admission import Closures
+from omni_actors.orchestrator.deadlines import Deadlines
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.inputs import InputMover, encode_params
 from omni_actors.orchestrator.lifecycle import Event
@@ -80,9 +81,23 @@ class Orchestrator:
         self._limits, self._on_end = limits, on_end
         trials = Trials()
         placement = self._placement = Placement(self.load, reserved=trials.running.keys())
-        self.readers = Readers(limits, replicas=placement.replicas, cut=self._cut, on_close=self._closed)
+        self._deadlines = Deadlines()
+        self.readers = Readers(
+            limits, deadlines=self._deadlines, replicas=placement.replicas, cut=self._cut, on_close=self._closed
+        )
+        self._inputs = InputMover(
+            edges,
+            limits,
+            end=self._end,
+            require_admissible=lambda request: self._suspects.require_admissible_input(request),
+        )
         dispatcher = self._dispatcher = Dispatcher(
-            limits, placement=placement, readers=self.readers, trials=trials, resumable=resumable_stages
+            limits,
+            placement=placement,
+            readers=self.readers,
+            trials=trials,
+            send_input=self._inputs.send,
+            resumable=resumable_stages,
         )
         self._suspects = Suspects(limits, dispatcher, self._end)
         self._replays = ReplayExecution(
@@ -91,9 +106,6 @@ class Orchestrator:
             suspects=self._suspects,
             end=self._end,
             recoverable=deterministic_stages | resumable_stages,
-        )
-        self._inputs = InputMover(
-            edges, limits, end=self._end, require_admissible=self._suspects.require_admissible_input
         )
         self.closures, self.wait_ended, self.using = Closures(), dispatcher.wait_ended, dispatcher.using
         self.failed_stages: Mapping[str, errors.StageFailed] = self._replays.failed_stages
@@ -111,12 +123,14 @@ class Orchestrator:
         self._placement.use(replicas)
         try:
             async with trio.open_nursery() as self._nursery:
+                self._inputs.nursery = self._nursery
+                self._nursery.start_soon(self._deadlines.run, self._expire)
                 self._nursery.start_soon(self._suspects.run)
                 self._nursery.start_soon(self._dispatcher.replay_log.run)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
-            self._nursery = None
+            self._nursery = self._inputs.nursery = None
             self.abort_all()
 
     # Called for clients. A Ctrl-C is for the user's task, not for the middle of these calls.
@@ -176,10 +190,8 @@ class Orchestrator:
         return OutputStream(request, self.readers, self.abort)
 
     def _admit(self, request: Request, nursery: trio.Nursery) -> None:
-        nursery.start_soon(self._attend, request)
         for kind in request.input.segments:
             nursery.start_soon(self._inputs.read, request, kind)
-        request.lifetime.deadline = request.expires
         self.open_requests[request.name] = request
         self.readers.admit(request)
         self._dispatcher.admit(request)
@@ -267,16 +279,12 @@ class Orchestrator:
             if not request.lifecycle.ended:  # the end of an equal request before it may have ended it
                 self._end(request, Event.ABORT, errors.Aborted(reason))
 
-    @trio.lowlevel.enable_ki_protection
-    async def _attend(self, request: Request) -> None:
-        """Run as the request's own task: send its input, and enforce its deadline and its connection's minimum rate."""
-        with request.lifetime:
-            await self._inputs.send(request)
-        if not request.closed:
-            if trio.current_time() >= request.expires:
-                self._cut(request, errors.DeadlineExceeded(request.deadline_s))
-            else:
-                self._cut(request, self.readers.slow_consumer(request, "read_bytes_s"))
+    def _expire(self, request: Request) -> None:
+        """End a request whose deadline has come, or whose connection reads less than the minimum rate."""
+        if trio.current_time() >= request.expires:
+            self._cut(request, errors.DeadlineExceeded(request.deadline_s))
+        else:
+            self._cut(request, self.readers.slow_consumer(request, "read_bytes_s"))
 
     # Called by the supervisor (``Listener``)
 
@@ -396,5 +404,4 @@ class Orchestrator:
     def _closed(self, request: Request) -> None:
         """The request has ended and its client has everything, or was cut off."""
         del self.open_requests[request.name]
-        request.lifetime.cancel()
         self._on_end(request)

@@ -18,6 +18,7 @@ import trio
 
 from omni_actors.config import Limits
 from omni_actors.errors import Aborted, RequestError, SlowConsumer
+from omni_actors.orchestrator.deadlines import Deadlines
 from omni_actors.orchestrator.pieces import Piece
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.unread import Account, Unread
@@ -37,6 +38,7 @@ class Readers:
 
     Args:
         limits: The bounds.
+        deadlines: Those of the requests: that of the request itself or, if earlier, its connection's (rule 4).
         replicas: The replicas by address, once the pipeline has started.
         cut: Ends a request because of its reader, and drops its unread output.
         on_close: Called when a request has ended and its client has all output or was cut off.
@@ -46,13 +48,14 @@ class Readers:
         self,
         limits: Limits,
         *,
+        deadlines: Deadlines,
         replicas: Mapping[Address, Replica],
         cut: Callable[[Request, RequestError], None],
         on_close: Callable[[Request], None],
     ) -> None:
         self._limits, self.unread = limits, Unread(limits)
         """unread: the accounts. Only this object changes them."""
-        self._replicas, self._cut, self._on_close = replicas, cut, on_close
+        self._deadlines, self._replicas, self._cut, self._on_close = deadlines, replicas, cut, on_close
         self._requests: dict[Account, Request] = {}
 
     # Called by the orchestrator.
@@ -60,13 +63,15 @@ class Readers:
     def admit(self, request: Request) -> None:
         """Register a new request."""
         self._requests[request.account] = request
+        self._deadlines.set(request, request.expires)
         self.unread.open(request.account)
 
     def arrive(self, request: Request, piece: Piece) -> None:
         """Charge a piece of output and queue it for the reader. This may cut requests, including this one."""
         request.pieces.append(piece)
         self._apply(request, self.unread.arrive(request.account, piece.nbytes, trio.current_time()))
-        request.output_wakeup.unpark_all()
+        if request.readable:
+            request.output_wakeup.unpark_all()
         if request.account.charged > self._limits.output_bytes:
             self._cut(request, self.slow_consumer(request, "output_bytes"))
         while self.unread.exceeded:
@@ -155,6 +160,7 @@ class Readers:
         self._watch_rate(request)
         if request.closed and request.account in self._requests:
             del self._requests[request.account]
+            self._deadlines.remove(request)
             self.unread.close(request.account, trio.current_time())
             self._on_close(request)
 
@@ -173,9 +179,8 @@ class Readers:
                 request.paused_stages.remove(stage)
 
     def _watch_rate(self, request: Request) -> None:
-        deadline = min(request.expires, self.unread.too_slow_at(request.account))
-        if deadline != request.lifetime.deadline:  # setting it takes longer than all else here
-            request.lifetime.deadline = deadline
+        if request.account in self._requests:
+            self._deadlines.set(request, min(request.expires, self.unread.too_slow_at(request.account)))
 
     def slow_consumer(self, request: Request, limit: str) -> SlowConsumer:
         """Return the error for a request whose reader exceeds this limit."""

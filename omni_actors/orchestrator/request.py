@@ -123,8 +123,6 @@ class Request:
     """When; CLOCK_MONOTONIC."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     error: RequestError | None = None
-    lifetime: trio.CancelScope = field(default_factory=trio.CancelScope)
-    """Around the request's own task. Its deadline is ``expires`` or, if earlier, the connection's (see ``Readers``)."""
 
     # Input
 

@@ -75,8 +75,10 @@ class RequestInput:
         self._due = dict[str, None]()
         """The stages that may lack pieces that have arrived."""
         self._sending: trio.CancelScope | None = None
+        self.has_task = False
+        """Whether a task sends the pieces to the stages that are due."""
         self._reading = {kind: trio.CancelScope() for kind in self.segments}
-        self._wakeup, self._sent = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
+        self._sent = trio.lowlevel.ParkingLot()
 
     # Arrival
 
@@ -86,7 +88,7 @@ class RequestInput:
         self._log.append((kind, piece, size))
         self._retained += size
         all_retained.nbytes += size
-        self.send_to(stage for stage, kinds in self._entries.items() if kind in kinds)
+        self.make_due(stage for stage, kinds in self._entries.items() if kind in kinds)
         if self._evicting:
             return None
         if self._retained > limits.retain_bytes:
@@ -102,7 +104,7 @@ class RequestInput:
         self._arriving.discard(kind)
         if not self._arriving:
             self._log.append((_END, _END_PIECE, 0))
-            self.send_to(stage for stage in self._entries if self._is_live(stage))
+            self.make_due(stage for stage in self._entries if self._is_live(stage))
 
     @contextmanager
     def reading(self, kind: str) -> Iterator[None]:
@@ -112,23 +114,23 @@ class RequestInput:
 
     # Sending
 
-    def send_to(self, stages: Iterable[str]) -> None:
-        """Let the request's task send these stages what they lack."""
+    def make_due(self, stages: Iterable[str]) -> None:
+        """Note that these stages may lack pieces."""
         self._due.update(dict.fromkeys(stages))
-        self._wakeup.unpark_all()
 
-    def send_again(self, stage: str) -> None:
-        """Let the request's task send a stage that starts again all of its input."""
+    def restart(self, stage: str) -> None:
+        """Note that a stage starts again, and lacks all of its input."""
         self._cursors[stage] = Cursor()
-        self.send_to([stage])
+        self.make_due([stage])
 
-    async def next_stage(self) -> str:
-        """Wait for a stage that may lack pieces, and take it off."""
-        while not self._due:
-            await self._wakeup.park()
-        stage = next(iter(self._due))
+    @property
+    def due(self) -> Sequence[str]:
+        """The stages that may lack pieces, in the order in which they are to be sent them."""
+        return tuple(self._due)
+
+    def take_due(self, stage: str) -> None:
+        """Take a stage off ``due``."""
         del self._due[stage]
-        return stage
 
     @contextmanager
     def sending(self) -> Iterator[None]:

@@ -10,8 +10,8 @@ Rules
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,6 +24,11 @@ from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, RingClosed, RingC
 Post: TypeAlias = Callable[[ControlMessage, Sequence[int]], None]
 Kill: TypeAlias = Callable[[str], None]
 """Kills a worker, for the given reason."""
+
+
+FRAMES_A_TURN, BYTES_A_TURN = 16, 32 * 1024
+"""What the parent takes of one worker's output before its other tasks run; a larger chunk alone. Requests whose outputs
+arrive together are answered together, so the next requests of these clients share a packet, a wake-up and a step."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,19 @@ class InputEdge:
         self._producer, self._kill = producer, kill
         self._turn = trio.Lock()
 
-    async def send(self, buffers: Sequence[memoryview]) -> None:
-        """Send one message, waiting for room and for earlier calls.
+    def try_send(self, buffers: Sequence[memoryview]) -> int | None:
+        """Send one message if there is room now and no call of ``send`` waits. Return its bytes; None: it is not sent.
+
+        A message that passes in fragments is not sent. Raises as ``send`` does.
+        """
+        size = sum(buffer.nbytes for buffer in buffers)
+        if self._turn.locked() or size > self._producer.max_reserve:
+            return None
+        with self._reporting():
+            return size if self._producer.try_send(*buffers) else None
+
+    async def send(self, buffers: Sequence[memoryview]) -> int:
+        """Send one message, waiting for room and for earlier calls. Return its bytes.
 
         Cancellation: the message is sent whole or not at all. A worker that has corrupted the ring is killed. Raises
         trio.ClosedResourceError when the worker dies.
@@ -53,16 +69,23 @@ class InputEdge:
         except trio.WouldBlock:
             await self._turn.acquire()
         try:
-            with closing(self._producer.sending(*buffers)) as sending:
+            with self._reporting(), closing(self._producer.sending(*buffers)) as sending:
                 for _ in sending:
                     await trio.lowlevel.wait_readable(self._producer.fileno())
+        finally:
+            self._turn.release()
+        return sum(buffer.nbytes for buffer in buffers)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Turn the ring's errors into trio.ClosedResourceError, and kill a worker that has corrupted it."""
+        try:
+            yield
         except RingClosed as error:
             raise trio.ClosedResourceError from error
         except RingCorrupted as error:
             self._kill(f"RingCorrupted: {error}")
             raise trio.ClosedResourceError from error
-        finally:
-            self._turn.release()
 
     def close(self) -> None:
         """Close the ring's end; a ``send`` that waits raises trio.ClosedResourceError."""
@@ -71,17 +94,25 @@ class InputEdge:
 
 
 async def receive_frames(consumer: Consumer) -> AsyncGenerator[Frame, None]:
-    """Yield frames until the producer closes; the caller releases each. It waits for the doorbell and never polls."""
+    """Yield frames until the producer closes; the caller releases each. It waits for the doorbell and never polls.
+
+    Other tasks run after ``FRAMES_A_TURN`` frames or ``BYTES_A_TURN`` bytes.
+    """
+    frames = nbytes = 0
     while True:
         try:
             frame = consumer.try_recv()
         except RingClosed:
             return
         if frame is not None:
+            frames, nbytes = frames + 1, nbytes + frame.data.nbytes
             yield frame
-            await trio.lowlevel.checkpoint()
+            if frames == FRAMES_A_TURN or nbytes >= BYTES_A_TURN:
+                await trio.lowlevel.checkpoint()
+                frames = nbytes = 0
         elif consumer.park():
             await trio.lowlevel.wait_readable(consumer.fileno())
+            frames = nbytes = 0
 
 
 def close_end(ring: EdgeRing, *, producer: bool) -> None:

@@ -10,6 +10,7 @@ import trio.testing
 
 from omni_actors.config import Limits
 from omni_actors.errors import Aborted, RequestError
+from omni_actors.orchestrator.deadlines import Deadlines
 from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.pieces import Piece
 from omni_actors.orchestrator.readers import PIECES_A_TURN, Readers
@@ -27,7 +28,7 @@ class Client:
         self.request.lifecycle.advance(Event.DISPATCH)
         self.aborted: list[Request] = []
         self.ended: list[Request] = []
-        self.readers = Readers(Limits(), replicas={}, cut=self.cut, on_close=self.close)
+        self.readers = Readers(Limits(), deadlines=Deadlines(), replicas={}, cut=self.cut, on_close=self.close)
         self.readers.admit(self.request)
         self.stream = OutputStream(self.request, self.readers, self.aborted.append)
         self._seq = 0
