@@ -13,6 +13,7 @@ array.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -88,10 +89,11 @@ class Tensor:
 
         Raises TypeError (a dtype without a name here: objects, strings, dates, records).
         """
-        name = array.dtype.name  # computed anew each time
-        if array.dtype.names is not None or name not in ITEM_SIZES:
+        name = _name_of(array.dtype)
+        if name is None:
             raise TypeError(f"arrays of dtype {array.dtype} do not travel; those that do: {', '.join(ITEM_SIZES)}")
-        plain = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+        native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+        plain = np.asarray(array, dtype=native, order="C")
         data = plain.reshape(-1).view(np.uint8).data
         return Tensor._window(name, plain.shape, data, 0, len(data))
 
@@ -131,6 +133,12 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"<Tensor {self.dtype} {self.shape}>"
+
+
+@functools.lru_cache(maxsize=256)
+def _name_of(dtype: np.dtype[Any]) -> str | None:
+    """Return the name of a dtype; None if its arrays do not travel. numpy makes the name anew each time."""
+    return dtype.name if dtype.names is None and dtype.name in ITEM_SIZES else None
 
 
 class Bundle:

@@ -228,10 +228,15 @@ class Dispatcher:
         assert request.number is not None, "it is dispatched"
         self.trials.note_use(stage, request, trio.current_time())
         stages = request.replay_state.stages
-        restarting = {name for name in stages if stages[name].phase is Phase.RESTARTING}
-        placed = {CLIENT: CLIENT_ADDRESS, **request.replay_state.placement}
-        targets = [placed[name] for name in request.route.targets[stage] if name in placed and name not in restarting]
-        self.placement.replicas[placed[stage]].post(
+        address, is_replayed = stages[stage].address, stages[stage].phase is Phase.RESTARTING
+        assert address is not None, "it is placed"
+        targets = list[Address]()
+        for name in request.route.targets[stage]:
+            if name == CLIENT:
+                targets.append(CLIENT_ADDRESS)
+            elif (target := stages[name].address) is not None and stages[name].phase is not Phase.RESTARTING:
+                targets.append(target)
+        self.placement.replicas[address].post(
             Start(
                 request=request.number,
                 sources=request.route.sources[stage],
@@ -239,12 +244,12 @@ class Dispatcher:
                 params=request.params[stage],
                 downstream=_feeds_stages(request, stage),
                 retain_bytes=self._limits.retain_bytes if self._retains(request, stage) else 0,
-                replayed=stage in restarting,
+                replayed=is_replayed,
                 worker_retain_bytes=self._limits.worker_retain_bytes,
                 checkpoint_bytes=self._limits.retain_bytes if self._keeps_checkpoints(request, stage) else 0,
                 needed_from=self._needed_from(request, stage, targets) if stage in self._resumable else (),
             ),
-            wakes=stage in request.route.entries or stage in restarting,
+            wakes=is_replayed or stage in request.route.entries,
         )
         self._readers.started(request, stage)
 
@@ -300,10 +305,11 @@ class Dispatcher:
             del self.queued[request]
             return
         del self.dispatched[request.number]
-        self._loads.subtract(request.replay_state.placement.values())
         for name, stage in request.replay_state.stages.items():
-            has_chunks = stage.phase is not Phase.FINISHED or self._retains(request, name)
-            if stage.address is not None and (has_chunks or self._resumes(request)):
+            if stage.address is None:
+                continue
+            self._loads[stage.address] -= 1
+            if stage.phase is not Phase.FINISHED or self._retains(request, name) or self._resumes(request):
                 self.placement.replicas[stage.address].post(
                     Abort(request.number), wakes=stage.phase is not Phase.FINISHED
                 )

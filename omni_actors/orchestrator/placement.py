@@ -79,9 +79,10 @@ class Placement:
         that gets little CPU time.
         """
         for stage in stages:
-            free = self._free(stage)
-            if free and all(each.congested for each in free):
-                return stage
+            if any(each.congested for each in self._of_stage[stage]):
+                free = self._free(stage)
+                if free and all(each.congested for each in free):
+                    return stage
         return None
 
     def place(

@@ -166,7 +166,7 @@ class Readers:
 
     def _pace_stages(self, request: Request) -> None:
         """Post ``Pause`` or ``Resume`` to the stages of a request that need it (rule 3)."""
-        if request.number is None or request.lifecycle.ended:
+        if not (request.account.paused or request.paused_stages) or request.number is None or request.lifecycle.ended:
             return
         for stage, address in request.replay_state.placement.items():
             replica = self._replicas[address]

@@ -10,8 +10,8 @@ Rules
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,7 +19,7 @@ import trio
 
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, ControlMessage
 from omni_actors.supervisor.process import EdgeRing, Spawner
-from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, RingClosed, RingCorrupted, RingStatistics
+from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, RingClosed, RingCorrupted, RingError, RingStatistics
 
 Post: TypeAlias = Callable[[ControlMessage, Sequence[int]], None]
 Kill: TypeAlias = Callable[[str], None]
@@ -55,8 +55,10 @@ class InputEdge:
         size = sum(buffer.nbytes for buffer in buffers)
         if self._turn.locked() or size > self._producer.max_reserve:
             return None
-        with self._reporting():
+        try:
             return size if self._producer.try_send(*buffers) else None
+        except (RingClosed, RingCorrupted) as error:
+            raise self._closed(error) from error
 
     async def send(self, buffers: Sequence[memoryview]) -> int:
         """Send one message, waiting for room and for earlier calls. Return its bytes.
@@ -69,23 +71,20 @@ class InputEdge:
         except trio.WouldBlock:
             await self._turn.acquire()
         try:
-            with self._reporting(), closing(self._producer.sending(*buffers)) as sending:
+            with closing(self._producer.sending(*buffers)) as sending:
                 for _ in sending:
                     await trio.lowlevel.wait_readable(self._producer.fileno())
+        except (RingClosed, RingCorrupted) as error:
+            raise self._closed(error) from error
         finally:
             self._turn.release()
         return sum(buffer.nbytes for buffer in buffers)
 
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Turn the ring's errors into trio.ClosedResourceError, and kill a worker that has corrupted it."""
-        try:
-            yield
-        except RingClosed as error:
-            raise trio.ClosedResourceError from error
-        except RingCorrupted as error:
+    def _closed(self, error: RingError) -> trio.ClosedResourceError:
+        """Return the error of a ``send`` to a worker that is dying, and kill one that has corrupted the ring."""
+        if isinstance(error, RingCorrupted):
             self._kill(f"RingCorrupted: {error}")
-            raise trio.ClosedResourceError from error
+        return trio.ClosedResourceError()
 
     def close(self) -> None:
         """Close the ring's end; a ``send`` that waits raises trio.ClosedResourceError."""

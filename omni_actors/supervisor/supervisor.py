@@ -311,6 +311,12 @@ class Supervisor:
 
     def _handle(self, replica: Replica, message: messages.ControlMessage, fds: tuple[int, ...]) -> None:
         incarnation = replica.incarnation
+        if isinstance(message, messages.RequestNotice) and not fds:  # nearly all messages
+            try:
+                self._listener.on_message(replica.address, message)
+            except ProtocolViolation as violation:
+                replica.kill(f"protocol error: {violation}")
+            return
         match message:
             case messages.CheckpointMemory(request) if len(fds) == 1:
                 self._listener.on_checkpoint_memory(replica.address, request, fds[0])
@@ -338,11 +344,6 @@ class Supervisor:
                 incarnation.pong.set()
             case messages.Answer():
                 incarnation.calls.answer(message)
-            case _ if isinstance(message, messages.RequestNotice):
-                try:
-                    self._listener.on_message(replica.address, message)
-                except ProtocolViolation as error:
-                    replica.kill(f"protocol error: {error}")
 
     # what follows a death
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from prometheus_client import Counter, Histogram
 
 from omni_actors.config import Pipeline
 from omni_actors.metrics import Metrics, SpokenStreams
@@ -18,8 +21,14 @@ if TYPE_CHECKING:
 
     from omni_actors.system.tracing import Tracing
 
+Labelled = TypeVar("Labelled", Counter, Histogram)
+
 RECENT = 24
 """How many ended requests the live state shows."""
+
+
+def _child(metric: Labelled, *labels: str) -> Labelled:
+    return metric.labels(*labels)
 
 
 class EndedRequests:
@@ -33,6 +42,8 @@ class EndedRequests:
 
     def __init__(self, pipeline: Pipeline, metrics: Metrics, tracing: Tracing | None) -> None:
         self._pipeline, self._metrics, self.tracing = pipeline, metrics, tracing
+        self._child = functools.cache(_child)
+        """Returns ``metric.labels(...)``, which takes as long as several observations. There are few labels."""
         self.profiled: deque[tuple[str, Period]] | None = None
         """Names and timelines of the requests that ended since a profile began; None: no profile runs."""
         self._recent: deque[Request | LiveRequest] = deque(maxlen=RECENT)
@@ -40,13 +51,13 @@ class EndedRequests:
 
     def closed(self, request: Request) -> None:
         """Record a request that has ended, and whose client has everything or was cut off."""
-        self._metrics.requests.labels(type(request.error).__name__ if request.error else "done").inc()
+        self._child(self._metrics.requests, type(request.error).__name__ if request.error else "done").inc()
         self._metrics.replays.inc(request.replays)
         if request.dispatched is not None and not request.deaths.losses:  # a replay has times of another kind
             self._observe_stages(request, request.dispatched)
         for loss in request.deaths.losses:
             if loss.resumed is not None:
-                self._metrics.resume.labels(loss.crash.stage).observe(loss.resumed - loss.at)
+                self._child(self._metrics.resume, loss.crash.stage).observe(loss.resumed - loss.at)
         if self.tracing is not None and request.trace is not None:
             self.tracing.record(request)
         # An error keeps its traceback, and so all that the request's caller had in hand: do not keep it.
@@ -58,17 +69,17 @@ class EndedRequests:
         """Record how long a request waited, and how fast each stage was that has finished it."""
         self._metrics.queue.observe(dispatched - request.submitted)
         for name, stats in request.stats.items():
-            self._metrics.stage_queue.labels(name).observe(max(0.0, stats.started - dispatched))
+            self._child(self._metrics.stage_queue, name).observe(max(0.0, stats.started - dispatched))
             if stats.first_input is not None and (sent := first_sent(request, name, dispatched, stats.first_input)):
                 transfer_s = stats.first_input - max(stats.started, sent[0])
-                self._metrics.transfer.labels(sent[1], name).observe(max(0.0, transfer_s))
+                self._child(self._metrics.transfer, sent[1], name).observe(max(0.0, transfer_s))
             if stats.first_output is None:
                 continue
             if stats.first_input is not None:
-                self._metrics.stage_first_output.labels(name).observe(stats.first_output - stats.first_input)
+                self._child(self._metrics.stage_first_output, name).observe(stats.first_output - stats.first_input)
             if stats.chunks > 1 and CLIENT not in request.route.targets[name]:
                 interval_s = (stats.finished - stats.first_output) / (stats.chunks - 1)
-                self._metrics.stage_output_interval.labels(name).observe(interval_s)
+                self._child(self._metrics.stage_output_interval, name).observe(interval_s)
 
     @property
     def recent(self) -> list[LiveRequest]:
@@ -84,7 +95,7 @@ class EndedRequests:
 
     def interval(self, stage: str, interval_s: float) -> None:
         """Record the time between two outputs of a stage that reached the client, one after the other."""
-        self._metrics.stage_output_interval.labels(stage).observe(interval_s)
+        self._child(self._metrics.stage_output_interval, stage).observe(interval_s)
 
     def answered(self, measured: RequestMetrics) -> None:
         """Record the measurements of a request whose client has read its whole answer."""
