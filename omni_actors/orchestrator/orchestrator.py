@@ -368,7 +368,7 @@ class Orchestrator:
         request.lifecycle.advance(Event.OUTPUT)
         now, size = time.monotonic(), payload.nbytes
         if request.deaths.losses:
-            request.deaths.output_arrived(stage, now)
+            request.deaths.output_arrived(stage, request.route.upstream_of(stage), now)
         piece = Piece(stage=stage, data=header.data, tensors=tensors, last=header.last, arrived=now, nbytes=size)
         self.readers.arrive(request, piece)
         if header.last:

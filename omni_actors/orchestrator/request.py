@@ -60,6 +60,7 @@ class Deaths:
     latest_charged: bool = False
     """Whether the replay after the latest death counts against ``limits.replays``."""
     charged_replays: int = 0
+    """Charged replays since one of them last brought the client a new output."""
     suspected: int = 0
     """The number of deaths that the request may have caused."""
 
@@ -80,11 +81,18 @@ class Deaths:
         if latest is not None:  # else a living stage computes its outputs again
             latest.started = time.monotonic()
 
-    def output_arrived(self, stage: str, now: float) -> None:
-        """Record that a new output of a stage has arrived. now: CLOCK_MONOTONIC."""
-        for loss in self.losses:
-            if loss.restarted is not None and loss.resumed is None and loss.crash.stage == stage:
+    def output_arrived(self, stage: str, upstream: Collection[str], now: float) -> None:
+        """Record that a new output of a stage has arrived. upstream: the stages before it. now: CLOCK_MONOTONIC.
+
+        If this stage or one upstream has started again, the replays so far have made progress and do not count any
+        more, unless the request may have caused one of the deaths.
+        """
+        restarted = [loss for loss in self.losses if loss.restarted is not None]
+        for loss in restarted:
+            if loss.resumed is None and loss.crash.stage == stage:
                 loss.resumed = now
+        if not self.suspected and any(loss.crash.stage in (stage, *upstream) for loss in restarted):
+            self.charged_replays = 0
 
     def error(self, reason: str | None, *, retryable: bool = True) -> StageCrashed:
         """Return the error of a request that ends because of its latest death. reason: why it is not replayed."""

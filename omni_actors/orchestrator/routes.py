@@ -46,6 +46,10 @@ class Route:
         """Return the stages that one of ``stages`` feeds, directly or through others, in topological order."""
         return downstream_stages(stages, self.sources)
 
+    def upstream_of(self, stage: str) -> tuple[str, ...]:
+        """Return the stages that feed ``stage``, directly or through others, in topological order."""
+        return tuple(each for each in self.stages if stage in self.downstream_of([each]))
+
 
 def topological(nodes: Mapping[str, Node]) -> tuple[str, ...]:
     """Return the names of the stages, upstream first. Raises graphlib.CycleError."""

@@ -59,6 +59,14 @@ async def test_several_stages_that_die_at_once(omni: OmniSystem) -> None:
 
 
 @with_shared_system
+async def test_replays_that_bring_new_outputs_do_not_use_up_the_limit(omni: OmniSystem) -> None:
+    assert omni.pipeline.limits.replays < PIECES
+    deaths = [dies(at, "second", "after") for at in range(PIECES - 1)] + [dies(PIECES - 1, "second", "before")]
+    generation = ask(omni, *deaths)
+    check_exact(generation, await read(generation), PIECES)
+
+
+@with_shared_system
 async def test_a_stage_that_dies_twice(omni: OmniSystem) -> None:
     generation = ask(omni, dies(1, "second", "before"), dies(3, "second", "after"))
     check_exact(generation, await read(generation), 2)

@@ -49,6 +49,15 @@ async def test_a_request_that_kills_its_workers_ends_and_the_stage_survives(omni
 
 
 @with_shared_system
+async def test_replays_without_progress_use_up_the_limit(omni: OmniSystem) -> None:
+    """SIGKILL, as from outside, each time before the first output that the client would get of the stage."""
+    with pytest.raises(StageCrashed, match="SIGKILL") as caught:
+        await read(ask(omni, *[dies(0, "second", "before") for _ in range(4)]))
+    assert caught.value.not_replayed == "it was replayed 3 times already (limits.replays)"
+    await all_ready(omni)
+
+
+@with_shared_system
 async def test_outputs_of_a_replay_that_differs_are_never_spliced(omni: OmniSystem) -> None:
     """Neither by a downstream stage nor by the client's side."""
     for stage in ("second", "third"):
