@@ -173,7 +173,7 @@ class Stage(Section, frozen=True, kw_only=True):
     """Whether the engine names its decisions and goes on from them after the death of a worker. If so, it need not be
     deterministic. Null means what the engine's registry entry states."""
     ring_bytes: Positive = 4 * 1024 * 1024
-    """Capacity of each ring that carries the stage's output, in bytes. A chunk larger than half of it passes through it in
+    """Capacity of each ring that carries the stage's output, in bytes. A chunk larger than half of it passes through in
     pieces, which are copied once more."""
     load_timeout_s: PositiveFloat = 600.0
     """Seconds from spawning a worker until it must be ready. The supervisor kills one that takes longer."""
