@@ -240,7 +240,7 @@ def test_rings_of_the_dead_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_journal_that_is_not_handed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Resumption, "entries", lambda self, stage: iter(()))
-    assert kinds(first_violated(since=200)) <= {"corrupted", "duplicated", "lost"}
+    assert kinds(first_violated(since=660)) <= {"corrupted", "duplicated", "lost"}
 
 
 @pytest.mark.slow
@@ -343,7 +343,7 @@ def test_a_removed_replica_whose_requests_do_not_resume_is_found(monkeypatch: py
         await remove(self, replica, None)
 
     monkeypatch.setattr(Supervisor, "remove", silent)
-    assert "hung" in kinds(first_violated(since=100, every=SCALED))
+    assert "hung" in kinds(first_violated(since=455, every=SCALED))
 
 
 @pytest.mark.slow
