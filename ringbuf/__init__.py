@@ -48,6 +48,7 @@ from ringbuf._bundle import encode_bundle as encode_bundle
 from ringbuf._consumer import Consumer as Consumer
 from ringbuf._consumer import Frame as Frame
 from ringbuf._consumer import Record as Record
+from ringbuf._cuda import CudaRuntime as CudaRuntime
 from ringbuf._descriptors import create_memory as create_memory
 from ringbuf._errors import AlreadyClaimed as AlreadyClaimed
 from ringbuf._errors import BundleCorrupted as BundleCorrupted

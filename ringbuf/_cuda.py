@@ -16,6 +16,24 @@ from ringbuf._errors import CudaFailed
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
+class CudaRuntime:
+    """The CUDA runtime that the program has loaded. Raises CudaFailed: there is none."""
+
+    def __init__(self) -> None:
+        self._library = _loaded_runtime()
+
+    def call(self, function: str, *arguments: object) -> None:
+        """Call a function of its C API on this thread's current device. arguments: as ctypes takes them.
+
+        Raises CudaFailed.
+        """
+        if code := getattr(self._library, function)(*arguments):
+            self._library.cudaGetLastError()  # clears the error, which torch's next call would report
+            describe = self._library.cudaGetErrorString
+            describe.restype = ctypes.c_char_p
+            raise CudaFailed(function, code, describe(code).decode())
+
+
 class Registration:
     """Page-locks the ``size`` bytes at ``address`` until ``close``. Raises CudaFailed.
 
@@ -23,7 +41,7 @@ class Registration:
     """
 
     def __init__(self, address: int, size: int, device: int | None = None) -> None:
-        self._runtime, self._device = _loaded_runtime(), device
+        self._runtime, self._device = CudaRuntime(), device
         self._address = ctypes.c_void_p(address)
         self._call("cudaHostRegister", self._address, ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE))
 
@@ -34,19 +52,12 @@ class Registration:
     def _call(self, function: str, *arguments: object) -> None:
         """Call a function with the device as the current one: in a thread of its own, as each thread has its own."""
         if self._device is None:
-            self._check(function, *arguments)
+            self._runtime.call(function, *arguments)
             return
         # To set a device makes a context on it, so the caller's thread could not be set back without making one there.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(self._check, "cudaSetDevice", ctypes.c_int(self._device)).result()
-            thread.submit(self._check, function, *arguments).result()
-
-    def _check(self, function: str, *arguments: object) -> None:
-        if code := getattr(self._runtime, function)(*arguments):
-            self._runtime.cudaGetLastError()  # clears the error, which torch's next call would report
-            describe = self._runtime.cudaGetErrorString
-            describe.restype = ctypes.c_char_p
-            raise CudaFailed(function, code, describe(code).decode())
+            thread.submit(self._runtime.call, "cudaSetDevice", ctypes.c_int(self._device)).result()
+            thread.submit(self._runtime.call, function, *arguments).result()
 
 
 def _loaded_runtime() -> ctypes.CDLL:
@@ -55,4 +66,4 @@ def _loaded_runtime() -> ctypes.CDLL:
             path = line[line.find("/") :].rstrip("\n")
             if os.path.basename(path).startswith("libcudart"):
                 return ctypes.CDLL(path)
-    raise CudaFailed("cudaHostRegister", None, "no CUDA runtime is loaded in this process: import a torch with CUDA")
+    raise CudaFailed("loading CUDA", None, "no CUDA runtime is loaded in this process: import a torch with CUDA")

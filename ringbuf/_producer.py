@@ -69,6 +69,18 @@ class Producer:
         assert self._reserved is not None
         return self._reserved
 
+    @property
+    def position(self) -> int:
+        """Where the newest message ends, for ``has_passed``."""
+        return self._end.position()
+
+    def has_passed(self, position: int) -> bool:
+        """Return whether the consumer has released all messages up to ``position``, or has closed.
+
+        A message in fragments counts as released when its last fragment was joined. Raises RingCorrupted.
+        """
+        return self._end.head() >= position or self._end.peer_closed()
+
     def park(self) -> bool:
         """After ``try_reserve`` or ``try_send`` found no room: announce sleep until there is, and look again.
 

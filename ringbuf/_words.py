@@ -292,10 +292,10 @@ class ProducerEnd(End):
         need = RECORD + (length + RECORD - 1) // RECORD * RECORD
         offset = tail % capacity
         start = tail
-        if offset + need > capacity or (need <= offset >= WARM and self._load_head() == tail):
+        if offset + need > capacity or (need <= offset >= WARM and self.head() == tail):
             start += capacity - offset
         self.wanted = wanted = start + need - capacity
-        if self._head < wanted and self._load_head() < wanted:
+        if self._head < wanted and self.head() < wanted:
             return None
         if start != tail:
             at = (HEADER + offset) >> 3
@@ -322,7 +322,8 @@ class ProducerEnd(End):
         self._tail = tail = start + RECORD + (length + RECORD - 1) // RECORD * RECORD
         self.publish(tail)
 
-    def _load_head(self) -> int:
+    def head(self) -> int:
+        """Return the consumer's position. Raises RingCorrupted."""
         head = self.peer_position()
         if not self._head <= head <= self._tail or head % RECORD:
             raise RingCorrupted(8 * CONSUMER.position, (head,), f"the head left [{self._head}, {self._tail}]")

@@ -12,6 +12,7 @@ from omni_actors.cluster.ray_messages import LOCAL, RayNode
 from omni_actors.cluster.ray_nodes import Resources, open_ray
 from omni_actors.cluster.spawner import LEASE_S, ClusterSpawner, open_cluster
 from omni_actors.config import Pipeline
+from omni_actors.errors import ConfigError
 
 
 @asynccontextmanager
@@ -24,8 +25,12 @@ async def open_on_ray(pipeline: Pipeline, address: str, *, lease_s: float = LEAS
             of one node is started on this machine, with an agent, to try a pipeline's placement.
         lease_s: For how long, in seconds, the workers of a node may run without hearing of the parent.
 
-    Raises ClusterUnavailable (no Ray, or no agent on a node), NoPlace (there is no node for a worker).
+    Raises ClusterUnavailable (no Ray, or no agent on a node), NoPlace (there is no node for a worker), ConfigError
+    (``device_handles``).
     """
+    if pipeline.device_handles != "none":
+        accepted = '"none", because the workers of a cluster pass tensors through rings'
+        raise ConfigError(pipeline.file, "device_handles", pipeline.device_handles, accepted)
     async with open_ray(address) as ray:
         here = next(node for node in ray.nodes if node.is_parents)
         nodes = [_node(node, is_parents=node.is_parents and address != LOCAL) for node in ray.nodes]

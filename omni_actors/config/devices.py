@@ -169,9 +169,16 @@ def _name(device: Device, visible: Sequence[str] | None) -> str:
     return str(device) if visible is None else visible[device]
 
 
+def is_one_device(first: str, second: str) -> bool:
+    """Whether two names, both places or both UUIDs, are one device. CUDA takes the unique beginning of a UUID for it.
+
+    >>> is_one_device("1", "11"), is_one_device("GPU-8932f937", "GPU-89")
+    (False, True)
+    """
+    name, longer = sorted((first, second))
+    return longer == name or (longer.startswith(name) and not name.isdigit())
+
+
 def _overlap(names: Sequence[str]) -> bool:
-    """Whether two names are one device. CUDA takes the unique beginning of a UUID for the whole."""
-    ordered = sorted(names)
-    return any(
-        later == name or (later.startswith(name) and not name.isdigit()) for name, later in itertools.pairwise(ordered)
-    )
+    """Whether two names are one device."""
+    return any(is_one_device(name, later) for name, later in itertools.pairwise(sorted(names)))

@@ -229,6 +229,10 @@ class Sections(Section, frozen=True, kw_only=True):
     pin_rings: bool = True
     """Whether workers on CUDA devices page-lock their rings, so that copies between device and ring are DMA. Where that
     fails, they log it and go on without."""
+    device_handles: Literal["none", "cuda", "host"] = "none"
+    """How two stages in the same memory pass tensors on. "none": as bytes, through their ring. "cuda": two workers on
+    one CUDA device pass handles of its memory (CUDA IPC); this has not run on a device yet. "host": workers on the CPU
+    pass handles of host memory, which is no faster and tests the same protocol."""
     cluster: Cluster | None = None
     """On which nodes of a cluster the workers run. Null means that all run on the parent's node."""
 
@@ -246,6 +250,8 @@ class Pipeline(Sections, frozen=True, kw_only=True):
         start_timeout_s: Seconds in which every replica must be ready for the first time; None: no bound.
         cpu_sharing: Whether native threads wait by the pipeline's rule; None: if a stage computes on the CPU.
         pin_rings: Whether workers on CUDA devices page-lock their rings.
+        device_handles: How two stages in the same memory pass tensors on: as bytes ("none"), or by handle ("cuda",
+            "host").
         cluster: On which nodes of a cluster the workers run; None: all on the parent's node.
         file: Where the pipeline was read from, for error messages. It is not part of the document.
 

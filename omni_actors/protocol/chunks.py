@@ -29,13 +29,35 @@ DIGEST_BYTES = 4096
 bytes of a large chunk would take as long as a dozen copies of it."""
 
 
+class ArenaName(msgspec.Struct, frozen=True, array_like=True):
+    """Names the arena of a living process (``worker.arena``): its memory, which other processes open by ``handle``.
+
+    pid, started: the process, and its start time in ticks. size: bytes of the arena.
+    """
+
+    pid: int
+    started: int
+    size: int
+    handle: bytes
+
+
+class InArena(msgspec.Struct, frozen=True, array_like=True):
+    """The tensors of a chunk that lie in its sender's arena: dtype, shape, offset and size in bytes by name.
+
+    Their bytes stay as they are until the receiver has released the chunk's frame, or until the sender dies.
+    """
+
+    arena: ArenaName
+    tensors: dict[str, tuple[str, tuple[int, ...], int, int]]
+
+
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     """The header of a chunk.
 
     request: number of the request. source: the producing stage. seq: 0, 1, 2 … on this edge for this request. last:
     whether it is the source's last chunk for this request. data: small values, such as text. decisions: of a resumable
     source, what it decided for this chunk; else None. upstream: what resumable stages upstream decided, as far as the
-    source had received it and not passed it on before.
+    source had received it and not passed it on before. in_arena: tensors that are not in the frame.
     """
 
     request: int
@@ -45,6 +67,12 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     data: dict[str, Any]
     decisions: Decisions | None = None
     upstream: tuple[Decided, ...] = ()
+    in_arena: InArena | None = None
+
+    @property
+    def arena_bytes(self) -> int:
+        """The bytes of the chunk's tensors that are not in the frame."""
+        return 0 if self.in_arena is None else sum(nbytes for _, _, _, nbytes in self.in_arena.tensors.values())
 
     @property
     def all_decided(self) -> tuple[Decided, ...]:
@@ -62,16 +90,8 @@ class ReplayDiverged(ChunkCorrupted):
     """A replayed chunk differs from the original; the parts of two answers must not be joined."""
 
 
-def encode(
-    header: ChunkHeader, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor], *, fetch: bool = False
-) -> Encoded:
-    """Return the buffers to gather into a ring. They share the tensors' memory, which must not change until sent.
-
-    fetch: copy deferred tensors to this process's memory first, for a chunk that is kept, or sent more than once.
-    """
-    for tensor in tensors.values() if fetch else ():
-        if isinstance(tensor, Tensor):
-            tensor.fetch()
+def encode(header: ChunkHeader, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> Encoded:
+    """Return the buffers to gather into a ring. They share the tensors' memory, which must not change until sent."""
     return ringbuf.encode_bundle(msgspec.to_builtins(header, builtin_types=(bytes,)), tensors)
 
 

@@ -82,6 +82,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The devices that the worker sees, as in CUDA_VISIBLE_DEVICES; empty on the CPU."""
     pin_rings: bool = True
     """Whether a worker on a CUDA device page-locks its rings."""
+    device_handles: str = "none"
+    """The kind of memory in which workers hand tensors to one another by handle: "none", "cuda" or "host"."""
     resumable: bool = False
     """Whether the engine names its decisions, which then travel with its chunks (``stages.base``, rule 6)."""
     gathering: Gathering | None = None
@@ -108,11 +110,15 @@ class Configure(_Control, frozen=True):
 
 
 class Connect(_Control, frozen=True):
-    """A new ring for an edge; it replaces the edge's earlier ring. Carries three descriptors (``ringbuf.Ring.fds``)."""
+    """A new ring for an edge; it replaces the edge's earlier ring. Carries three descriptors (``ringbuf.Ring.fds``).
+
+    same_memory: whether the consumer opens the producer's arena.
+    """
 
     producer: Address
     consumer: Address
     generation: int
+    same_memory: bool = False
 
 
 class Start(_Control, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 Between a CUDA device and a ring there is no staging copy: ``to_wire(…, deferred=True)`` defers the copy until there is
 room in the ring, and ``to_torch(…, device)`` copies from the frame. Both wait for their copy, which is DMA where the
-ring is page-locked.
+ring is page-locked. What came by handle (``cuda_memory``) is on the device already, as ``DeviceBytes``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ class DeviceBytes(ringbuf.Deferred):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """tensor: uint8 (n,), contiguous."""
-        self._tensor, self.nbytes = tensor, tensor.numel()
+        self.tensor, self.nbytes = tensor, tensor.numel()
 
     def copy_into(self, view: memoryview) -> None:
         if not self.nbytes:
             return
-        torch.frombuffer(view, dtype=torch.uint8).copy_(self._tensor, non_blocking=True)
-        _wait(self._tensor.device)
+        torch.frombuffer(view, dtype=torch.uint8).copy_(self.tensor, non_blocking=True)
+        wait(self.tensor.device)
 
     def part(self, start: int, stop: int) -> DeviceBytes:
-        return DeviceBytes(self._tensor[start:stop])
+        return DeviceBytes(self.tensor[start:stop])
 
 
 def to_wire(tensor: torch.Tensor, *, deferred: bool = False) -> ringbuf.Tensor:
@@ -51,13 +51,15 @@ def to_torch(tensor: ringbuf.Tensor, device: torch.device | None = None) -> torc
         return torch.empty(tensor.shape, dtype=dtype, device=device)
     if device is None or device.type == "cpu":
         return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+    if isinstance(source := tensor.buffer, DeviceBytes):
+        return source.tensor.to(device, copy=True).view(dtype).reshape(tensor.shape)
     copied = torch.empty(tensor.shape, dtype=dtype, device=device)
     copied.copy_(torch.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape), non_blocking=True)
-    _wait(device)
+    wait(device)
     return copied
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     """Wait for the copies that this thread has begun on the device's current stream."""
     if device.type == "cuda":
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

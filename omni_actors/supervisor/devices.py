@@ -1,10 +1,11 @@
-"""What a replica needs for a worker: a place, and devices that no other worker loads onto, and that it sees alone."""
+"""What a replica needs for a worker: a place, devices that no other worker loads onto, and the memory it shares."""
 
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from omni_actors.config.devices import VISIBLE
+from omni_actors.config.devices import VISIBLE, is_one_device
+from omni_actors.protocol.messages import WorkerSpec
 from omni_actors.supervisor.process import Spawner, Worker
 from omni_actors.supervisor.replica import Replica
 
@@ -47,3 +48,18 @@ def spawn(spawner: Spawner, replica: Replica, mailbox_capacity: int) -> Abstract
         environment={**replica.stage.env, **({VISIBLE: ",".join(devices)} if devices else {})},
         lock_fds=replica.incarnation.device_locks.fds,
     )
+
+
+def same_memory(producer: WorkerSpec, consumer: WorkerSpec) -> bool:
+    """Return whether two workers of this machine hand tensors over by handle, in a memory that both compute in.
+
+    With ``device_handles: cuda``: each has one device, and it is the same. With "host": both compute on the CPU. A
+    place ("0") and a UUID may name one device, which cannot be seen here: then the tensors travel as bytes.
+    """
+    kind, workers = producer.device_handles, (producer, consumer)
+    if kind != consumer.device_handles:
+        return False
+    if kind == "host":
+        return all(each.device == "cpu" and not each.devices for each in workers)
+    one_each = all(each.device.startswith("cuda") and len(each.devices) == 1 for each in workers)
+    return kind == "cuda" and one_each and is_one_device(producer.devices[0], consumer.devices[0])

@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 import trio
 
-from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, ControlMessage
+from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, ControlMessage, WorkerSpec
+from omni_actors.supervisor.devices import same_memory
 from omni_actors.supervisor.process import EdgeRing, Spawner
 from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, RingClosed, RingCorrupted, RingError, RingStatistics
 
@@ -133,18 +134,20 @@ class Edges:
     def __init__(self, specs: Sequence[EdgeSpec], spawner: Spawner) -> None:
         self._specs, self._spawner = tuple(specs), spawner
         self._posts: dict[Address, Post] = {}
+        self._workers: dict[Address, WorkerSpec] = {}
         self._rings: dict[tuple[Address, Address], EdgeRing] = {}
         self._generation = 0
         self.inputs: dict[Address, InputEdge] = {}
         """The client's edge into each live replica that takes input from it."""
 
-    def connect_worker(self, address: Address, post: Post, kill: Kill) -> Consumer | None:
+    def connect_worker(self, worker: WorkerSpec, post: Post, kill: Kill) -> Consumer | None:
         """Connect a new worker with every live replica that it shares an edge with.
 
-        post: queues a message, with descriptors, for the worker. kill: ends the worker. Returns the client's end of its
-        output edge, if it has one. Raises OSError (no memory, no descriptors).
+        worker: what it runs. post: queues a message, with descriptors, for the worker. kill: ends the worker. Returns
+        the client's end of its output edge, if it has one. Raises OSError (no memory, no descriptors).
         """
-        self._posts[address] = post
+        address = worker.address
+        self._posts[address], self._workers[address] = post, worker
         output: Consumer | None = None
         for spec in self._specs:
             for producer, consumer in itertools.product(self._live(spec.producer), self._live(spec.consumer)):
@@ -153,9 +156,12 @@ class Edges:
                 self._generation += 1
                 ring = self._spawner.create_ring(producer, consumer, spec.ring_bytes, self._generation)
                 self._rings[producer, consumer] = ring
+                shared = CLIENT_ADDRESS not in (producer, consumer) and same_memory(
+                    self._workers[producer], self._workers[consumer]
+                )
                 for end in (producer, consumer):
                     if end != CLIENT_ADDRESS:
-                        self._posts[end](Connect(producer, consumer, self._generation), ring.fds)
+                        self._posts[end](Connect(producer, consumer, self._generation, shared), ring.fds)
                 if consumer == CLIENT_ADDRESS:
                     output = ring.claim_consumer()
                 elif producer == CLIENT_ADDRESS:
@@ -165,6 +171,7 @@ class Edges:
     def disconnect_worker(self, address: Address) -> None:
         """Close every ring of a dead worker, its own ends too, so that its peers neither wait nor fill up."""
         self._posts.pop(address, None)
+        self._workers.pop(address, None)
         if client_end := self.inputs.pop(address, None):
             client_end.close()
         for pair in [pair for pair in self._rings if address in pair]:

@@ -275,7 +275,7 @@ class Supervisor:
         desired = self.desired.of(replica.address.stage)
         worker.mailbox.post(messages.Configure(replica.spec, self._listener.newest_request(), desired))
         try:
-            output = self._edges.connect_worker(replica.address, replica.post, replica.kill)
+            output = self._edges.connect_worker(replica.spec, replica.post, replica.kill)
         except OSError as error:
             replica.incarnation.load_error = f"no memory for its rings: {error}"
             worker.kill()

@@ -56,6 +56,7 @@ def worker_spec(
         device="cuda:0" if devices else pipeline.stages[name].device,
         devices=devices,
         pin_rings=pipeline.pin_rings,
+        device_handles=pipeline.device_handles,
         spins=pipeline.spins,
         resumable=pipeline.resumable(name),
         gathering=None if pipeline.async_chunk else bounds,

@@ -20,10 +20,12 @@ from ringbuf import Ring
 
 
 class AttachRing:
-    """Command: this ring is now the edge from ``producer`` to ``consumer``."""
+    """Command: this ring is now the edge from ``producer`` to ``consumer``. same_memory: see ``Connect``."""
 
-    def __init__(self, producer: messages.Address, consumer: messages.Address, ring: Ring) -> None:
-        self.producer, self.consumer, self.ring = producer, consumer, ring
+    def __init__(
+        self, producer: messages.Address, consumer: messages.Address, ring: Ring, *, same_memory: bool = False
+    ) -> None:
+        self.producer, self.consumer, self.ring, self.same_memory = producer, consumer, ring, same_memory
 
 
 class AttachCheckpoint:
@@ -136,7 +138,8 @@ def _commands(received: Sequence[messages.ControlMessage], fds: Sequence[int] = 
             commands.append(message)
         elif isinstance(message, messages.Connect):
             ring = Ring.attach(fds, generation=message.generation)
-            commands.append(AttachRing(message.producer, message.consumer, ring))
+            same = message.same_memory
+            commands.append(AttachRing(message.producer, message.consumer, ring, same_memory=same))
         elif isinstance(message, messages.CheckpointMemory):
             commands += [AttachCheckpoint(message.request, fd) for fd in fds]  # none, if this process could have none
         else:

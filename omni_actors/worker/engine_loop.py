@@ -28,7 +28,9 @@ import msgspec
 from omni_actors.protocol import chunks, messages
 from omni_actors.protocol.journal import Journal
 from omni_actors.stages import base
+from omni_actors.worker import outgoing
 from omni_actors.worker.active import ActiveRequest, ActiveRequests, stage_request
+from omni_actors.worker.arena import Arena
 from omni_actors.worker.calls import WorkerCalls
 from omni_actors.worker.checkpoints import Checkpoints
 from omni_actors.worker.control import AttachCheckpoint, AttachRing, Control
@@ -53,6 +55,7 @@ class EngineLoop:
     control: brings commands, and takes the messages for the parent. Those of a turn are sent at its end.
     resumable: whether the engine is resumable (``stages.base``, rule 6).
     gathering: bounds of gathered input; None: the engine gets each chunk as it arrives. pinning: page-locks the rings.
+    arena: of what is passed by handle; None: all travels as bytes.
 
     ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` when
     it made no progress.
@@ -67,9 +70,10 @@ class EngineLoop:
         resumable: bool = False,
         gathering: messages.Gathering | None = None,
         pinning: Pinning = UNPINNED,
+        arena: Arena | None = None,
     ) -> None:
         self._address, self._newest, self._control, self._resumable = address, fence, control, resumable
-        self._pinning = pinning
+        self._pinning, self._arena = pinning, arena
         self._incoming: dict[messages.Address, Incoming] = {}
         self._outgoing: dict[messages.Address, Outgoing] = {}
         self._active = ActiveRequests()
@@ -214,11 +218,12 @@ class EngineLoop:
         if attach.consumer == self._address:
             if old_in := self._incoming.pop(attach.producer, None):
                 old_in.close()
-            self._incoming[attach.producer] = Incoming(attach.ring, self._pinning)
+            self._incoming[attach.producer] = Incoming(attach.ring, self._pinning, self._arena)
         else:
             if old_out := self._outgoing.pop(attach.consumer, None):
                 old_out.close()
-            self._outgoing[attach.consumer] = Outgoing(attach.ring, self._pinning)
+            by_handle = attach.same_memory and self._arena is not None
+            self._outgoing[attach.consumer] = Outgoing(attach.ring, self._pinning, by_handle=by_handle)
             for active in self._active.values():
                 if attach.consumer in active.targets:
                     active.remove_targets(attach.consumer.stage)
@@ -239,8 +244,8 @@ class EngineLoop:
         if isinstance(retained, str):
             self._control.add(messages.Unreplayable(request, retained, needed=True))
             return
-        for buffers, size in retained:
-            self._outgoing[target].send(request, buffers, size)
+        for output in retained:
+            self._outgoing[target].send(request, output)
         if active := self._active.get(request):
             active.add_target(target)
 
@@ -261,10 +266,12 @@ class EngineLoop:
                 edge.early = None
                 progressed = True
                 with frame:
-                    received += frame.data.nbytes
+                    size = frame.data.nbytes + header.arena_bytes
+                    received += size
                     active = self._active.get(header.request)
-                    if active is not None and self._accept(active, header, tensors, producer):
-                        self._feed(engine, active, chunk_of(header, tensors), frame.data.nbytes)
+                    complete = None if active is None else edge.complete(header, tensors)
+                    if active and complete is not None and self._accept(active, header, complete, producer):
+                        self._feed(engine, active, chunk_of(header, complete), size)
                 if received >= RECEIVE_BYTES:
                     break
         return progressed
@@ -322,12 +329,12 @@ class EngineLoop:
         )
         downstream = output.downstream if active.downstream else {}
         kept = len(active.targets) > 1 or self._retention.retains(output.request_id)
-        buffers = chunks.encode(header, {**output.tensors, **downstream}, fetch=kept)
-        size = sum(buffer.nbytes for buffer in buffers)
+        arena = self._arena_for(active)
+        encoded = outgoing.encode(header, {**output.tensors, **downstream}, kept=kept, arena=arena)
         active.seq += 1
         if active.first_output is None and header.seq >= active.first_needed:
             active.first_output = time.monotonic()
-        for request, why in self._retention.add(output.request_id, buffers, size):
+        for request, why in self._retention.add(output.request_id, encoded):
             self._control.add(messages.Unreplayable(request, why, needed=False))
         for target in active.targets:
             needed_from = active.needed_from.get(target, 0)
@@ -336,11 +343,11 @@ class EngineLoop:
             for_target = {} if target.stage == messages.CLIENT else downstream
             if 0 < header.seq == needed_from:
                 again = msgspec.structs.replace(header, upstream=active.pass_on_again())
-                self._send(active, target, chunks.encode(again, {**output.tensors, **for_target}))
+                self._send(active, target, outgoing.encode(again, {**output.tensors, **for_target}))
             elif len(for_target) < len(downstream):
-                self._send(active, target, chunks.encode(header, output.tensors))
+                self._send(active, target, outgoing.encode(header, output.tensors))
             else:
-                self._send(active, target, buffers)
+                self._send(active, target, encoded)
         if output.last:
             self._active.remove(output.request_id)
             self._checkpoints.forget(output.request_id)
@@ -349,12 +356,20 @@ class EngineLoop:
             stats = active.stats(self._address.stage, self._step_s + time.monotonic() - step_began)
             self._control.add(messages.Finished(output.request_id, stats))
 
-    def _send(self, active: ActiveRequest, target: messages.Address, buffers: chunks.Encoded) -> None:
-        size = sum(buffer.nbytes for buffer in buffers)
+    def _arena_for(self, active: ActiveRequest) -> Arena | None:
+        """Return the arena if a target of the request's next output takes handles (``worker.arena``, rule 5)."""
+        if self._arena is None or not self._resumable:
+            return None
+        for edge in self._outgoing.values():
+            edge.free_passed()
+        takes = any(self._outgoing[target].by_handle for target in active.targets if target in self._outgoing)
+        return self._arena if takes else None
+
+    def _send(self, active: ActiveRequest, target: messages.Address, output: outgoing.Output) -> None:
         # Rule 6; a client is the first target.
         at_once = target.stage == messages.CLIENT or active.targets[0].stage != messages.CLIENT
-        self._outgoing[target].send(active.request, buffers, size, at_once=at_once)
-        active.sent_bytes[str(target)] += size
+        self._outgoing[target].send(active.request, output, at_once=at_once)
+        active.sent_bytes[str(target)] += output.size
 
     def _refuse(self, request: int, error: base.InvalidRequest | base.TemporarilyRefused) -> None:
         self._active.remove(request)

@@ -28,6 +28,7 @@ from typing import NoReturn
 from omni_actors.platform import death_mutex
 from omni_actors.protocol import messages
 from omni_actors.stages.base import StageContext, StageEngine, WarmsUp
+from omni_actors.worker.arena import Arena
 from omni_actors.worker.control import ControlSocket
 from omni_actors.worker.device_locks import InheritedLocks
 from omni_actors.worker.engine_loop import EngineLoop
@@ -36,6 +37,11 @@ from omni_actors.worker.pinning import Pinning
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that a worker ignores. The parent blocks them while it spawns one, so that none arrives before that."""
 PR_SET_PDEATHSIG = 1
+MEMORIES = {
+    "cuda": "omni_actors.stages.cuda_memory:CudaMemory",
+    "host": "omni_actors.worker.host_memory:HostMemory",
+}
+"""The ``worker.arena.SharedMemory`` of each kind of ``device_handles``. A worker imports no library of its engine."""
 LONGEST_ERROR = 16_384
 LONGEST_NOTE = 1000
 
@@ -110,6 +116,7 @@ def _serve(control: ControlSocket, locks: InheritedLocks) -> None:
         resumable=spec.resumable,
         gathering=spec.gathering,
         pinning=Pinning(spec.device, enabled=spec.pin_rings, warn=control.warn),
+        arena=_arena(spec, control),
     )
     began = time.monotonic()
     try:
@@ -125,6 +132,15 @@ def _serve(control: ControlSocket, locks: InheritedLocks) -> None:
     except Exception:
         control.send(messages.EngineFailed(loop.handling, loop.calls.calling))
         raise
+
+
+def _arena(spec: messages.WorkerSpec, control: ControlSocket) -> Arena | None:
+    """Return the arena of a worker that hands tensors over by handle. Its libraries are loaded when it is used."""
+    factory = MEMORIES.get(spec.device_handles)
+    on_device = spec.device.startswith("cuda")
+    if factory is None or on_device != (spec.device_handles == "cuda"):
+        return None
+    return Arena(lambda: pkgutil.resolve_name(factory)(spec.device), control.warn)
 
 
 def _load(spec: messages.WorkerSpec, control: ControlSocket) -> StageEngine:

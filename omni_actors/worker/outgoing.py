@@ -2,7 +2,8 @@
 
 Rules
 1. An output is copied once, into a ring: waiting and retained chunks share the engine's own tensors. An output of a
-   device is copied from there into the ring, unless it is retained or has several targets: then to the host first.
+   device is copied from there into the ring, unless it is retained or has several targets: then to the host first. What
+   is passed by handle is copied into the arena instead (``worker.arena``).
 2. Either all outputs of a request are retained or none. When they exceed the request's bound, all are evicted, for
    good. When all retained outputs together exceed the worker's bound, the request with the most is evicted.
 """
@@ -10,34 +11,90 @@ Rules
 from __future__ import annotations
 
 import collections
-from collections.abc import Generator, Set
+from collections.abc import Generator, Mapping, Set
+from typing import NamedTuple
 
-from omni_actors.protocol.chunks import Encoded
+import msgspec
+
+from omni_actors.protocol import chunks
+from omni_actors.stages.base import TensorLike
+from omni_actors.worker.arena import Arena
 from omni_actors.worker.pinning import UNPINNED, Pinning
-from ringbuf import Producer, Ring, RingClosed
+from ringbuf import Producer, Ring, RingClosed, Tensor
 
 OVERHEAD_BYTES = 512
 """About the size of the objects around a retained chunk, so that the bound covers many small chunks, too."""
 
 
-class Outgoing:
-    """An edge that this worker feeds. Chunks that wait for room stay in order."""
+class Output(NamedTuple):
+    """An encoded output.
 
-    def __init__(self, ring: Ring, pinning: Pinning = UNPINNED) -> None:
-        self.ring, self._pinning = ring, pinning
+    buffers: as bytes. size: of these. by_handle: as it is sent where the receiver opens the arena; None: nothing of it
+    is there. placed: its tensors in the arena.
+    """
+
+    buffers: chunks.Encoded
+    size: int
+    by_handle: chunks.Encoded | None = None
+    placed: Mapping[str, Tensor] = {}
+
+
+def encode(
+    header: chunks.ChunkHeader, tensors: Mapping[str, TensorLike], *, kept: bool = False, arena: Arena | None = None
+) -> Output:
+    """Encode an output. It shares the tensors' memory, which must not change until it is sent.
+
+    kept: it is retained, or sent more than once, so deferred tensors are copied now. arena: where to copy those that
+    fit; None: no target takes handles.
+    """
+    placed = {} if arena is None else arena.place(tensors)
+    for name, tensor in tensors.items() if kept else ():
+        if isinstance(tensor, Tensor) and name not in placed:
+            tensor.fetch()
+    buffers = chunks.encode(header, {**tensors, **placed})
+    size = sum(buffer.nbytes for buffer in buffers)
+    if arena is None or not placed:
+        return Output(buffers, size)
+    naming = msgspec.structs.replace(header, in_arena=arena.in_arena(placed))
+    others = {name: tensor for name, tensor in tensors.items() if name not in placed}
+    return Output(buffers, size, chunks.encode(naming, others), placed)
+
+
+class _Waiting(NamedTuple):
+    """A chunk that waits for room: the sending in progress or still to begin. placed: what it refers to by handle."""
+
+    request: int
+    sending: Generator[None]
+    size: int
+    placed: Mapping[str, Tensor]
+
+
+class Outgoing:
+    """An edge that this worker feeds. Chunks that wait for room stay in order.
+
+    by_handle: whether the consumer opens this worker's arena.
+    """
+
+    def __init__(self, ring: Ring, pinning: Pinning = UNPINNED, *, by_handle: bool = False) -> None:
+        self.ring, self._pinning, self.by_handle = ring, pinning, by_handle
         pinning.pin(ring)
         self.producer: Producer = ring.claim_producer()
-        self._waiting: collections.deque[tuple[int, Generator[None], int]] = collections.deque()
-        """Request, the sending in progress or still to begin, bytes."""
+        self._waiting = collections.deque[_Waiting]()
+        self._unreleased = collections.deque[tuple[int, Mapping[str, Tensor]]]()
+        """Where each message ends whose tensors the consumer reads in the arena, and these."""
         self._waiting_of = collections.Counter[int]()
         """How many of these chunks belong to each request."""
         self.waiting_bytes = 0
 
-    def send(self, request: int, buffers: Encoded, size: int, *, at_once: bool = True) -> None:
-        """Send a chunk of ``size`` bytes; queue it if there is no room, or for ``flush`` without ``at_once``."""
-        self._waiting.append((request, self.producer.sending(*buffers), size))
+    def send(self, request: int, output: Output, *, at_once: bool = True) -> None:
+        """Send a chunk; queue it if there is no room, or for ``flush`` without ``at_once``."""
+        by_handle = output.by_handle if self.by_handle else None
+        if by_handle is not None and sum(buffer.nbytes for buffer in by_handle) > self.producer.max_reserve:
+            by_handle = None  # the space of a message in fragments is given back before the message is read
+        buffers, placed = (output.buffers, {}) if by_handle is None else (by_handle, output.placed)
+        self._waiting.append(_Waiting(request, self.producer.sending(*buffers), output.size, placed))
         self._waiting_of[request] += 1
-        self.waiting_bytes += size
+        self.waiting_bytes += output.size
         if at_once and len(self._waiting) == 1:
             self.flush()
 
@@ -45,10 +102,12 @@ class Outgoing:
         """Send what there is room for. If the consumer is gone, drop everything."""
         try:
             while self._waiting:
-                request, sending, size = self._waiting[0]
+                request, sending, size, placed = self._waiting[0]
                 for _ in sending:
                     return  # no room: the doorbell rings when there is
                 self._waiting.popleft()
+                if placed:
+                    self._unreleased.append((self.producer.position, placed))
                 self.waiting_bytes -= size
                 self._waiting_of[request] -= 1
                 if not self._waiting_of[request]:
@@ -56,22 +115,29 @@ class Outgoing:
         except RingClosed:
             self.drop()
 
+    def free_passed(self) -> None:
+        """Give back what the consumer has read in the arena, or will not read as it has closed."""
+        while self._unreleased and self.producer.has_passed(self._unreleased[0][0]):
+            self._unreleased.popleft()
+
     def drop(self, request: int | None = None) -> None:
         """Drop the unsent chunks of one request, or of all. A chunk that is partly in the ring is taken back."""
         if request is not None and request not in self._waiting_of:
             return
-        kept = collections.deque[tuple[int, Generator[None], int]]()
+        kept = collections.deque[_Waiting]()
         for waiting in self._waiting:
-            if request in (None, waiting[0]):
-                waiting[1].close()
+            if request in (None, waiting.request):
+                waiting.sending.close()
             else:
                 kept.append(waiting)
         self._waiting = kept
-        self._waiting_of = collections.Counter(each for each, _, _ in kept)
-        self.waiting_bytes = sum(size for _, _, size in kept)
+        self._waiting_of = collections.Counter(each.request for each in kept)
+        self.waiting_bytes = sum(each.size for each in kept)
 
     def close(self) -> None:
+        """Close the ring. Its consumer is dead, or reads no more of it than what it has copied."""
         self.drop()
+        self._unreleased.clear()
         self.producer.close()
         self._pinning.close(self.ring)
 
@@ -81,8 +147,7 @@ class Retained:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.bytes = limit_bytes, 0
-        self.chunks: list[tuple[Encoded, int]] = []
-        """The buffers and the size of each chunk."""
+        self.chunks: list[Output] = []
         self.evicted: str | None = None
         """Why nothing is retained any more, in words."""
 
@@ -113,14 +178,14 @@ class Retention:
         if retained := self._by_request.pop(request, None):
             self._bytes -= retained.bytes
 
-    def add(self, request: int, buffers: Encoded, size: int) -> list[tuple[int, str]]:
+    def add(self, request: int, output: Output) -> list[tuple[int, str]]:
         """Retain one more output. Returns the requests that were evicted for it, and why."""
         if not self.retains(request):
             return []
         retained = self._by_request[request]
-        retained.chunks.append((buffers, size))
-        retained.bytes += size + OVERHEAD_BYTES
-        self._bytes += size + OVERHEAD_BYTES
+        retained.chunks.append(output)
+        retained.bytes += output.size + OVERHEAD_BYTES
+        self._bytes += output.size + OVERHEAD_BYTES
         evicted = []
         if retained.bytes > retained.limit_bytes:
             why = f"its outputs exceed the {retained.limit_bytes} bytes that are retained (limits.retain_bytes)"
@@ -134,7 +199,7 @@ class Retention:
             evicted.append((largest, self._evict(largest, why)))
         return evicted
 
-    def chunks(self, request: int) -> list[tuple[Encoded, int]] | str:
+    def chunks(self, request: int) -> list[Output] | str:
         """Return the retained outputs of a request; or the reason why there are none."""
         retained = self._by_request.get(request)
         if retained is None:
