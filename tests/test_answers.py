@@ -17,7 +17,7 @@ import trio.testing
 import omni_actors
 from omni_actors import OmniSystem
 from omni_actors.config import Limits, Pipeline, Stage
-from omni_actors.errors import InvalidRequest, Overloaded
+from omni_actors.errors import InvalidRequest, Overloaded, TemporarilyRefused
 from tests.support.echo_systems import pid_of, until
 from tests.support.served_engines import LEVEL, RATE, WORD_S
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
@@ -127,6 +127,20 @@ async def test_map_waits_while_other_requests_fill_the_system() -> None:
             nursery.start_soon(read_later)
             async with omni.map(["a", "b"]) as answers:
                 assert {answer.text async for answer in answers} == {"a", "b"}
+
+
+async def test_map_tries_again_when_a_stage_refuses_a_request_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many times as its bound allows; then the answer has the error."""
+    monkeypatch.setattr("omni_actors.system.batch.ATTEMPTS", 3)
+    engine = "tests.support.refusing_engine:RefusingEngine"
+    stage = Stage(engine=engine, options={"refusals": 5}, accepts=("messages",), emits="text")
+    async with OmniSystem.open(Pipeline(name="refusing", stages={"text": stage})) as omni:
+        with trio.fail_after(WATCHDOG_S):
+            async with omni.map(["a", "b"], concurrency=1, keep_errors=True) as answers:
+                first, second = [answer async for answer in answers]
+    assert isinstance(first.error, TemporarilyRefused)
+    assert (first.error.code, first.text) == ("no_room", "")
+    assert (second.text, second.error) == ("b", None)
 
 
 @with_shared_system

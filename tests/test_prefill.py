@@ -22,6 +22,10 @@ WATCHDOG_S, CONTEXT = 60.0, 128
 BLOCK, PROMPT = 16, 90
 """Positions of a block, and of the prompt: 6 blocks."""
 ROLES = "prefill", "decode"
+LAYERS = 2
+"""Of the tests' model."""
+TRANSFER = {("prefill", "output"), ("decode", "feed")}
+"""Where a death's number counts the chunks of the transfer."""
 PARAMS: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
 ENGINE = "tests.support.killed_prefill:make"
 
@@ -30,12 +34,17 @@ def plan_of(directory: Path, stage: str) -> Path:
     return directory / f"{stage}.json"
 
 
-def split(model: Path, plans: Path | None = None, **limits: Any) -> Pipeline:
-    """The two stages. plans: the directory of their plans of deaths; None: the shipped engine."""
+def split(model: Path, plans: Path | None = None, *, layers: int = 0, handles: Any = "none", **limits: Any) -> Pipeline:
+    """The two stages. plans: the directory of their plans of deaths; None: the shipped engine.
+
+    layers: in one chunk; 0: all. handles: ``device_handles``.
+    """
     quick = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
 
     def stage(role: str, **wiring: Any) -> Stage:
         options: dict[str, Any] = {"role": role, "context": CONTEXT, "prefill_chunk": BLOCK}
+        if role == "prefill":
+            options["chunk_layers"] = layers
         if plans is None:
             return Stage(engine="llm", model=str(model), options=options, restart=quick, **wiring)
         plan_of(plans, role).write_text("[]")
@@ -46,7 +55,7 @@ def split(model: Path, plans: Path | None = None, **limits: Any) -> Pipeline:
         "prefill": stage("prefill", accepts=("messages",)),
         "decode": stage("decode", inputs=("prefill",), emits="text"),
     }
-    return Pipeline(name="split", stages=stages, limits=Limits(**limits))
+    return Pipeline(name="split", stages=stages, limits=Limits(**limits), device_handles=handles)
 
 
 def prompt(size: int = PROMPT) -> dict[str, Any]:
@@ -65,13 +74,26 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("retained", marks=pytest.mark.slow), "evicted"])
+TRANSFERS: dict[str, dict[str, Any]] = {
+    "retained": {},
+    "evicted": {"retain_bytes": 20_000},
+    "by handle": {"handles": "host"},
+    "layer by layer": {"layers": 1, "handles": "host"},
+}
+"""With "evicted", no worker retains more than the first blocks of the prompt."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(options, id=name, marks=() if name == "evicted" else pytest.mark.slow)
+        for name, options in TRANSFERS.items()
+    ],
+)
 def shared_system(
     request: pytest.FixtureRequest, fixture_processes: set[int], model: Path, plans: Path
 ) -> Iterator[SharedSystem]:
-    """With "evicted", no worker retains more than the first blocks of the prompt."""
-    limits = {"retain_bytes": 20_000} if request.param == "evicted" else {}
-    pipeline = split(model, plans, **limits)
+    pipeline = split(model, plans, **request.param)
     with open_shared_system(lambda: OmniSystem.open(pipeline), fixture_processes, clear_choices=True) as shared:
         yield shared
 
@@ -112,13 +134,21 @@ def test_a_death_at_any_moment_of_a_transfer_changes_no_token(
     async def work(omni: OmniSystem) -> None:
         expected, none = await answer(omni)
         assert not none
+        by_layer = omni.pipeline.stages["prefill"].options["chunk_layers"]
         for stage in ROLES:
-            entries = [[place, number] for other, place, number in deaths if other == stage]
+            entries = [
+                [place, number * LAYERS + LAYERS - 1 if by_layer and (stage, place) in TRANSFER else number]
+                for other, place, number in deaths
+                if other == stage
+            ]
             plan_of(plans, stage).write_text(json.dumps(entries))
         text, replays = await answer(omni)
         assert text == expected
         assert all(json.loads(plan_of(plans, stage).read_text()) == [] for stage in ROLES), "no such place"
         assert replays >= 1 or deaths == DEATHS["prefill with the last chunk"]
+        if omni.pipeline.device_handles != "none":
+            ring = omni.live_state().rings["prefill.0>decode.0"]
+            assert 0 < ring.payload_bytes < ring.messages * 1000, "keys and values alone take more"
 
     shared_system.run(work)
 

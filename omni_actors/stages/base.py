@@ -118,6 +118,8 @@ class StageRequest(msgspec.Struct, frozen=True):
     needed_from: int = 0
     """The number of the first output that is needed, at most ``len(journal)``. Earlier outputs are dropped, so a
     resumable engine need not compute them: it may put out empty ones."""
+    replayed: bool = False
+    """Whether an earlier incarnation had started the request. A bound that it met there should not refuse it now."""
     checkpoint: StageCheckpoint | None = None
     """The last checkpoint of an earlier incarnation; None if there is none, or what it left is not valid. Its tensors
     are ``Tensor``s, and their arrays are valid until ``start`` returns: copy them. A view that is kept longer stops the

@@ -9,10 +9,14 @@ from typing import Any
 import msgspec
 import trio
 
-from omni_actors.errors import Overloaded, RequestError
+from omni_actors.errors import Overloaded, RequestError, TemporarilyRefused
 from omni_actors.generation import Generation
 from omni_actors.generations import Generations
 from omni_actors.outputs import Answer
+
+ATTEMPTS = 60
+"""How often a request is sent that a stage refuses for now, a second or more apart: a reason such as other weights in
+one of two stages may last."""
 
 
 @asynccontextmanager
@@ -60,9 +64,10 @@ async def answers(
 async def answer(submit: Callable[[Any], Generation | Generations], prompt: Any, index: int) -> Answer:
     """Return the answer to one prompt, with its ``index`` and, if the request failed, its error.
 
-    It waits while the system is full. Cancellation aborts the request. Raises what ``submit`` raises, but for a
-    RequestError.
+    It waits while the system is full, and tries again when a stage refuses the request for now, ``ATTEMPTS`` times in
+    all. Cancellation aborts the request. Raises what ``submit`` raises, but for a RequestError.
     """
+    refusals = 0
     while True:
         try:
             generation = submit(prompt)
@@ -71,6 +76,11 @@ async def answer(submit: Callable[[Any], Generation | Generations], prompt: Any,
                 raise TypeError("map makes one answer to each prompt: no list of prompts was expected, and no n")
             collected = await generation.collect()
         except Overloaded as error:  # by requests of other callers, or by control messages that are still unread
+            await trio.sleep(error.retry_after_s)
+        except TemporarilyRefused as error:
+            refusals += 1
+            if refusals == ATTEMPTS:
+                return Answer(index=index, error=error)
             await trio.sleep(error.retry_after_s)
         except RequestError as error:
             return Answer(index=index, error=error)

@@ -154,5 +154,6 @@ def stage_request(start: Start, journal: Journal | None, checkpoint: StageCheckp
         downstream=start.downstream,
         journal=tuple(journal.entries) if journal else (),
         needed_from=0 if start.retain_bytes else min(start.needed_from, default=0),
+        replayed=start.replayed,
         checkpoint=checkpoint,
     )

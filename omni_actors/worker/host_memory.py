@@ -40,10 +40,13 @@ class HostBlock:
 
 
 class HostMemory:
-    """Makes and opens blocks of host memory."""
+    """Makes and opens blocks of host memory. device: "cpu"."""
 
     block_bytes = 64 << 20
     smallest = 1024
+
+    def __init__(self, device: str = "cpu") -> None:
+        assert device == "cpu", device
 
     def make(self) -> HostBlock:
         return HostBlock(create_memory(self.block_bytes), self.block_bytes)

@@ -45,11 +45,12 @@ class Driver:
         journal: tuple[Decisions, ...] = (),
         needed_from: int = 0,
         downstream: bool = True,
+        replayed: bool = False,
         checkpoint: StageCheckpoint | None = None,
         **params: Any,
     ) -> None:
         resumed: dict[str, Any] = {"journal": journal, "needed_from": needed_from}
-        request = StageRequest(request_id, sources, params, downstream=downstream, **resumed)
+        request = StageRequest(request_id, sources, params, downstream=downstream, replayed=replayed, **resumed)
         if checkpoint is None:
             self.engine.start(request)
         else:

@@ -127,7 +127,8 @@ def test_bytes_stay_until_the_consumer_has_released_their_record() -> None:
             edge.out.send(1, encode(header(seed), {"rows": pattern(seed)}, arena=arena))
         assert taken(arena) == 4 * ALIGN
         frames = [edge.into.next_frame() for _ in range(2)]
-        assert frames[0] and frames[1]
+        assert frames[0]
+        assert frames[1]
         frames[1].release()
         edge.out.free_passed()
         assert taken(arena) == 4 * ALIGN, "the first record is not released, so the head has passed neither"

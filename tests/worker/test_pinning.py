@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omni_actors.worker.incoming import Incoming
-from omni_actors.worker.outgoing import Outgoing
+from omni_actors.worker.outgoing import Outgoing, Output
 from omni_actors.worker.pinning import Pinning
 from ringbuf import CudaFailed, Ring
 
@@ -55,7 +55,7 @@ def test_a_failure_is_one_line_in_the_log_and_the_edges_work() -> None:
     assert len(warnings) == 1
     assert "not page-locked" in warnings[0]
     for edge in edges:
-        edge.send(1, [memoryview(b"sent")], 4)
+        edge.send(1, Output([memoryview(b"sent")], 4))
         with edge.ring.claim_consumer().recv(timeout=0) as frame:
             assert frame.data == b"sent"
         edge.close()

@@ -65,6 +65,7 @@ class TextRequest(PromptRequest[C], GuidedSequence):
         """The keys of the prompt's whole blocks in the ``PrefixCache``; () if it is not used."""
         self.prompt_tokens: Sequence[int | None] = ()
         """The token of each position of a prompt that is computed for another stage (see ``roles``)."""
+        self.replayed, self.has_journal = request.replayed, bool(request.journal)
         self.received: ReceivedPrompt | None = None
         """The prompt that another stage computes, until the cache has all of it (see ``roles``)."""
         self.answer: AnswerText

@@ -12,8 +12,8 @@ Rules
    its first chunk on, so that a long prompt is copied block by block, between the steps of other requests.
 3. A prompt of "decode" waits in host memory while all rows are in use. ``waiting_prompts_mb`` bounds this memory: a
    prompt needs room for all its positions when its first chunk arrives, and frees it as they are copied. The newest
-   request is refused, and may be sent again. One prompt always has room. A request with a journal is not refused, and
-   needs none: it had a row before, so there are few of these.
+   request is refused, and may be sent again. One prompt always has room. A replayed request is not refused: it may have
+   had room before the death. One with a journal needs none, as it had a row before, so there are few of these.
 4. Guidance and pooling need one stage for both roles: such a request is refused.
 """
 
@@ -154,7 +154,7 @@ class Decoding(LanguageEngine[R]):
         """Raise TemporarilyRefused if there is no room for the request's prompt (rule 3)."""
         prompt = request.received
         assert prompt is not None, "its first chunk arrives"
-        if request.decided:
+        if request.replayed or request.has_journal:
             return
         others, room = self._waiting_bytes() - prompt.left_bytes, self._room_bytes()
         if others and others + prompt.left_bytes > room:
@@ -167,7 +167,7 @@ class Decoding(LanguageEngine[R]):
     def _waiting_bytes(self) -> int:
         """Return the bytes that prompts need until they are in the cache, those of requests with a journal aside."""
         requests = self._requests.values()
-        return sum(each.received.left_bytes for each in requests if each.received is not None and not each.decided)
+        return sum(each.received.left_bytes for each in requests if each.received is not None and not each.has_journal)
 
     def _room_bytes(self) -> int:
         if (megabytes := self._split.waiting_prompts_mb) is not None:

@@ -295,6 +295,30 @@ def test_a_prompt_without_room_is_refused_for_now_and_others_go_on(
     assert decode.run()[4][-1].data == expected[-1].data
 
 
+def test_a_replayed_prompt_is_never_without_room(
+    stages: Stages, opened_stages: Callable[..., LLMEngine], drive: Any
+) -> None:
+    """Neither one that has put out nothing yet, nor one whose outputs decided no token: a thinker's rows, for example.
+
+    The first one takes room, which later requests lack.
+    """
+    decode = drive(opened_stages(role="decode", max_batch=1))
+    prompt = tokens_of(50)
+    first, *others = sent(stages.prefill, prompt)
+    decode.start(1, ("prefill",))
+    give(decode, 1, [first])
+    for number, journal in ((2, ()), (3, ((), ()))):
+        decode.start(number, ("prefill",), replayed=True, journal=journal, max_tokens=1)
+        give(decode, number, [first])
+    waiting = 2 * 50 * decode.engine._shape.position_bytes
+    assert decode.engine.gauges() == {"waiting_prompt_bytes": waiting}
+    assert refusal(decode, first.data, for_stages(first), last=False, number=4).code == "no_room_for_prompt"
+    decode.abort(1)
+    for number in (2, 3):
+        give(decode, number, others)
+    assert decode.run().keys() == {2, 3}
+
+
 def test_a_prompt_has_room_as_soon_as_others_are_in_the_cache_or_gone(
     opened_stages: Callable[..., LLMEngine], stages: Stages, drive: Any
 ) -> None:
