@@ -16,7 +16,7 @@ import torch
 import trio
 from rich.console import Console
 
-from bench.gpu import checkpoints, measure, pictures
+from bench.gpu import checkpoints, handover, measure, pictures
 from bench.gpu.measure import Row
 
 LOADS, TOKENS, PICTURE_LOADS = (1, 8, 32), 128, (1, 4)
@@ -45,6 +45,7 @@ def run(device: str, *, tiny: bool, most_bytes: int) -> Row:
         "device": torch.cuda.get_device_name(device) if before is not None else "CPU",
         "tests": measure.tests(Path(__file__).parents[2]),
         "copies": measure.copies(device),
+        "handovers": handover.handovers(device, measure.COPY_BYTES),
         "serving": [],
         "checkpoints": {},
     }
@@ -74,10 +75,20 @@ def markdown(found: Row) -> str:
         lines.append(f"- {name}: {thinker} layers of the thinker, {talker} of the talker, {size:.2f} GB of weights")
     lines.append(f"- qwen_image: {found['checkpoints']['qwen_image']['layers']} layers of the transformer")
     lines += ["", *_table(HEADINGS, found["serving"]), "", *_table(PICTURE_HEADINGS, found["pictures"]), ""]
-    rates = [{key: value if key == "bytes" else value / 1e9 for key, value in row.items()} for row in found["copies"]]
-    lines += _table({key: key if key == "bytes" else f"{key}, GB/s" for key in rates[0]}, rates)
+    lines += [
+        *_rates(found["copies"]),
+        "",
+        "From one process to another on the device:",
+        "",
+        *_rates(found["handovers"]),
+    ]
     lines += ["", f"Device memory, bytes: {found['memory']}"]
     return "\n".join(lines)
+
+
+def _rates(rows: list[Row]) -> list[str]:
+    rates = [{key: value if key == "bytes" else value / 1e9 for key, value in row.items()} for row in rows]
+    return _table({key: key if key == "bytes" else f"{key}, GB/s" for key in rates[0]}, rates)
 
 
 def _table(headings: dict[str, str], rows: list[Row]) -> list[str]:

@@ -25,6 +25,7 @@ PROMPT = "please tell me a long story about the sea , and of the people who live
 CONTEXT = 4096
 COPY_BYTES = (1 << 20, 16 << 20, 64 << 20)
 COPIES = 20
+GPU_TESTS = "tests/ringbuf", "tests/stages/test_tensors.py", "tests/stages/test_cuda_memory.py"
 KILL_AFTER = 4
 """Pieces of text."""
 
@@ -167,7 +168,7 @@ def free_bytes(device: str) -> int | None:
 
 def tests(root: Path) -> str:
     """Run the tests with the mark ``gpu``, and return pytest's last line."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/ringbuf"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS]
     ended = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
     lines = ended.stdout.strip().splitlines() or [f"pytest ended with code {ended.returncode}"]
     return lines[-1]

@@ -343,7 +343,7 @@ class EngineLoop:
             for_target = {} if target.stage == messages.CLIENT else downstream
             if 0 < header.seq == needed_from:
                 again = msgspec.structs.replace(header, upstream=active.pass_on_again())
-                self._send(active, target, outgoing.encode(again, {**output.tensors, **for_target}))
+                self._send(active, target, outgoing.encode(again, {**output.tensors, **for_target}, arena=arena))
             elif len(for_target) < len(downstream):
                 self._send(active, target, outgoing.encode(header, output.tensors))
             else:

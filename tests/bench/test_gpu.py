@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench.gpu import checkpoints
+from bench.gpu import checkpoints, handover
 from bench.gpu.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +32,7 @@ def test_the_same_code_runs_on_the_cpu_with_tiny_models(tmp_path: Path) -> None:
         assert all(row[key] > 0 for key in ("tokens/s", "frames/s", "ttft_s", "ttfa_s", "rtf", "load_s"))
     assert sum("recovery_s" in row for row in found["serving"]) == len(checkpoints.FAMILIES)
     assert [row["at once"] for row in found["pictures"]] == [1, 2]
+    assert all(row[way] > 0 for row in found["handovers"] for way in handover.WAYS)
     assert all(row["steps/s"] > 0 for row in found["pictures"])
     assert files["--markdown"].read_text().count("\n| qwen3 ") == 2
 
