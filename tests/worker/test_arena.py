@@ -230,21 +230,24 @@ def test_without_memory_for_an_arena_all_travels_as_bytes_after_one_line_in_the_
 
 
 @pytest.mark.parametrize(
-    "entry",
+    ("entry", "why"),
     [
-        ("uint8", (8,), SIZE, 8),
-        ("uint8", (8,), -8, 8),
-        ("uint8", (8,), 0, -8),
-        ("uint8", (9,), 0, 8),
-        ("strange", (8,), 0, 8),
+        (("uint8", (8,), SIZE, 8), "8 bytes at 2048 of an arena of 2048"),
+        (("uint8", (8,), SIZE - 7, 8), "8 bytes at 2041 of an arena of 2048"),
+        (("uint8", (8,), -8, 8), "8 bytes at -8 of an arena"),
+        (("uint8", (8,), 0, -8), "-8 bytes at 0 of an arena"),
+        (("uint8", (9,), 0, 8), "8 bytes are not uint8 of shape"),
+        (("strange", (8,), 0, 8), "unknown dtype"),
     ],
 )
-def test_a_tensor_outside_the_arena_or_of_another_size_is_refused(entry: tuple[str, tuple[int, ...], int, int]) -> None:
+def test_a_tensor_outside_the_arena_or_of_another_size_is_refused(
+    entry: tuple[str, tuple[int, ...], int, int], why: str
+) -> None:
     arena = arena_of()
     with edges({}) as [edge]:
         named = arena.in_arena(arena.place({"rows": pattern(1)}))
         wrong = chunks.InArena(named.arena, {"rows": entry})
-        with pytest.raises(ChunkCorrupted, match="arena"):
+        with pytest.raises(ChunkCorrupted, match=why):
             edge.into.complete(ChunkHeader(1, "up", 0, False, {}, (0,), in_arena=wrong), {})
 
 
