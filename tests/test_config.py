@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         3,
         "stage",
         "stage",
-        "description, limits, modalities, name, pin_rings, stages, start_timeout_s; did you mean 'stages'?",
+        "description, device_handles, limits, modalities, name, pin_rings, stages, start_timeout_s; did you mean 'stages'?",
     ),
     "the source of the document inside it": (
         "name: two",
@@ -144,7 +144,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         2,
         "file",
         "file",
-        "one of async_chunk, cluster, cpu_sharing, description, limits",
+        "one of async_chunk, cluster, cpu_sharing, description, device_handles, limits",
     ),
     "empty": (GOOD, "", None, "(document)", None, "mapping"),
     "a list": (GOOD, "- 1\n", None, "(document)", [1], "mapping"),

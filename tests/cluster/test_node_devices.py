@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import psutil
 import pytest
 
 from omni_actors import OmniSystem
+from omni_actors.cluster.on_ray import open_on_ray
 from omni_actors.cluster.placement import PARENT, Node
 from omni_actors.cluster.placements import Placements
 from omni_actors.cluster.spawner import open_cluster
@@ -62,3 +64,11 @@ async def test_on_one_machine_the_section_cluster_has_no_effect() -> None:
     with pytest.raises(ConfigError, match="only 1 devices are visible"):
         async with OmniSystem.open(pipeline()):
             pytest.fail("the block began")
+
+
+async def test_a_cluster_takes_no_pipeline_that_passes_tensors_by_handle() -> None:
+    passing = msgspec.structs.replace(pipeline(), device_handles="cuda", file="it.yaml")
+    with pytest.raises(ConfigError, match="device_handles") as refused:
+        async with open_on_ray(passing, "auto"):
+            pytest.fail("it was opened")
+    assert refused.value.accepted.startswith('"none"')
