@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         3,
         "stage",
         "stage",
-        "description, device_handles, limits, modalities, name, pin_rings, stages, start_timeout_s; did you mean 'stages'?",
+        "limits, modalities, name, pin_rings, stages, start_timeout_s; did you mean 'stages'?",
     ),
     "the source of the document inside it": (
         "name: two",

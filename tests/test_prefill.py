@@ -161,7 +161,10 @@ def test_a_death_at_any_moment_of_a_transfer_changes_no_token(
 
 
 @pytest.mark.slow
-async def test_a_pipeline_of_shipped_engines_gives_what_one_stage_gives(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layers", "handles"), [(0, "none"), (1, "none"), (1, "host")])
+async def test_a_pipeline_of_shipped_engines_gives_what_one_stage_gives(
+    model: Path, tmp_path: Path, layers: int, handles: str
+) -> None:
     """At each length around the edges of blocks, with every parameter; and what it refuses leaves it in service."""
     options = {"context": CONTEXT, "prefill_chunk": BLOCK}
     one = Pipeline(
@@ -173,7 +176,7 @@ async def test_a_pipeline_of_shipped_engines_gives_what_one_stage_gives(model: P
     async with OmniSystem.open(one) as omni:
         for size in sizes:
             expected[size] = await answer(omni, size)
-    async with OmniSystem.open(split(model)) as omni:
+    async with OmniSystem.open(split(model, layers=layers, handles=handles)) as omni:
         for size in sizes:
             assert await answer(omni, size) == expected[size], size
         with pytest.raises(InvalidRequest, match="guidance") as refused:

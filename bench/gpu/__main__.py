@@ -45,7 +45,7 @@ def run(device: str, *, tiny: bool, most_bytes: int) -> Row:
         "device": torch.cuda.get_device_name(device) if before is not None else "CPU",
         "tests": measure.tests(Path(__file__).parents[2]),
         "copies": measure.copies(device),
-        "handovers": handover.handovers(device, measure.COPY_BYTES),
+        "handovers": handover.handovers(device, measure.COPY_BYTES[: 1 if tiny else None]),
         "serving": [],
         "checkpoints": {},
     }
