@@ -1,4 +1,4 @@
-"""The set of requests that wait for their client is what each of them says."""
+"""The set of requests that wait for their client is what each of them says; and what an engine is told of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from omni_actors.protocol.chunks import ChunkHeader
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Start
-from omni_actors.worker.active import ActiveRequest, ActiveRequests
+from omni_actors.worker.active import ActiveRequest, ActiveRequests, stage_request
 
 UPSTREAM = Address("upstream", 0)
 
@@ -49,3 +49,9 @@ def test_the_sets_follow_the_requests(data: st.DataObject) -> None:
             received[number, source] = seq + 1
         requests.note(active)
     assert requests.awaiting_client == {number for number, each in requests.items() if each.awaits(CLIENT)}
+
+
+def test_an_engine_learns_whether_its_request_is_replayed() -> None:
+    first = start(1, (CLIENT,))
+    again = msgspec.structs.replace(first, replayed=True)
+    assert [stage_request(each, None, None).replayed for each in (first, again)] == [False, True]
