@@ -15,8 +15,13 @@ def start_of(pid: int) -> int | None:
     """Return the start time of a process, in ticks; None if it has begun to end, or there is none with this pid."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            fields = file.read().rpartition(b")")[2].split()
+            return start_in(file.read())
     except (FileNotFoundError, ProcessLookupError):
         return None
-    begun = fields[0] in (b"Z", b"X") or int(fields[FLAGS]) & PF_EXITING
-    return None if begun else int(fields[START])
+
+
+def start_in(stat: bytes) -> int | None:
+    """Return the start time in the text of a process's ``stat`` file; None if it has begun to end."""
+    fields = stat.rpartition(b")")[2].split()
+    has_begun = fields[0] in (b"Z", b"X") or int(fields[FLAGS]) & PF_EXITING
+    return None if has_begun else int(fields[START])
