@@ -51,7 +51,7 @@ def encode(
     for name, tensor in tensors.items() if kept else ():
         if isinstance(tensor, Tensor) and name not in placed:
             tensor.fetch()
-    buffers = chunks.encode(header, {**tensors, **placed})
+    buffers = chunks.encode(header, {**tensors, **placed} if placed else tensors)
     size = sum(buffer.nbytes for buffer in buffers)
     if arena is None or not placed:
         return Output(buffers, size)
