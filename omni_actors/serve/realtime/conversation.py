@@ -3,10 +3,13 @@
 Rules
 1. The conversation has at most ``max_items`` items and ``max_bytes`` bytes of text and recordings. To make room for a
    new item, the recordings of old items are dropped whose words are known. Then the oldest items leave, if the session
-   allows it; messages of the system stay. An item that still does not fit is refused, and nothing is dropped for it.
+   allows it; messages of the system stay. A call of a function and its outputs leave together, and a call that waits
+   for its output leaves last. An item that still does not fit is refused, and nothing is dropped for it.
 2. Sound of the assistant is not kept.
 3. Where the pipeline has a transcriber, the words of a recording stand for it. A recording whose transcript failed is
    left out, and the rest of its item is not.
+4. An output of a function needs its call: without it, the client's item is refused. If the call is not a part of a
+   request, the output is not either.
 """
 
 from __future__ import annotations
@@ -72,6 +75,11 @@ class Entry:
         return not is_system and self.item.status != "in_progress"
 
     @property
+    def call_id(self) -> str | None:
+        """The identifier that a call of a function and its outputs share; None of a message."""
+        return None if isinstance(self.item, Message) else self.item.call_id
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the recordings and, about, of the text."""
         match self.item:
@@ -116,7 +124,7 @@ class Conversation:
 
         may_leave: whether old items may leave. Raises HTTPError: the conversation is full, and nothing has changed.
         """
-        return self._drop(self._find_room(0, may_leave=may_leave))
+        return self._drop(self._find_room(None, may_leave=may_leave))
 
     def add(self, entry: Entry, after: str | None = None, *, may_leave: bool) -> list[str]:
         """Insert an entry, and make room for it. Return the identifiers of the items that left.
@@ -128,24 +136,26 @@ class Conversation:
 
         Raises HTTPError: the entry is refused, and nothing has changed.
         """
-        room = self._find_room(entry.nbytes, may_leave=may_leave)
+        require_call(entry.item, self.entries, "item")
+        room = self._find_room(entry, may_leave=may_leave)
         self.insert(entry, after)
         return self._drop(room)
 
-    def _find_room(self, size: int, *, may_leave: bool) -> _Room:
-        """Return what has to be dropped for a new item of this size. Raises HTTPError: the conversation is full."""
+    def _find_room(self, new: Entry | None, *, may_leave: bool) -> _Room:
+        """Return what has to be dropped for a new entry or an answer. Raises HTTPError: the conversation is full."""
         items = len(self.entries) + 1 - self._max_items
-        excess = sum(entry.nbytes for entry in self.entries) + size - self._max_bytes
+        excess = sum(entry.nbytes for entry in self.entries) + (0 if new is None else new.nbytes) - self._max_bytes
         recorded, leaving = list[Entry](), list[Entry]()
         for entry in self.entries:
             if excess > 0 and entry.recordings and entry.words_known.is_set() and entry.error is None:
                 excess -= entry.recorded_bytes
                 recorded.append(entry)
-        for entry in self.entries:
-            if may_leave and (items > 0 or excess > 0) and entry.may_leave:
-                items -= 1
-                excess -= entry.nbytes - (entry.recorded_bytes if entry in recorded else 0)
-                leaving.append(entry)
+        if may_leave and (items > 0 or excess > 0):
+            for group in self._groups_that_may_leave(new):
+                if items > 0 or excess > 0:
+                    items -= len(group)
+                    excess -= sum(each.nbytes - (each.recorded_bytes if each in recorded else 0) for each in group)
+                    leaving += group
         if items > 0:
             message = f"the conversation has {self._max_items} items, which is the limit; delete some"
             raise bad_request(message, None, "conversation_full")
@@ -154,11 +164,23 @@ class Conversation:
             raise bad_request(message, None, "conversation_full")
         return _Room(recorded, leaving)
 
+    def _groups_that_may_leave(self, new: Entry | None) -> list[list[Entry]]:
+        """Return the entries that may leave for a new one, in the order in which they do (rule 1)."""
+        groups = dict[tuple[bool, str], list[Entry]]()
+        for entry in self.entries:
+            key = (False, entry.item.id) if entry.call_id is None else (True, entry.call_id)
+            groups.setdefault(key, []).append(entry)
+        if new is not None and new.call_id is not None:
+            groups.pop((True, new.call_id), None)
+        found = [group for group in groups.values() if all(entry.may_leave for entry in group)]
+        return sorted(found, key=_is_awaited)  # sorting keeps the order of equal keys
+
     def _drop(self, room: _Room) -> list[str]:
         for entry in room.recorded:
             entry.recordings.clear()
-        self.entries = [entry for entry in self.entries if entry not in room.leaving]
-        return [entry.item.id for entry in room.leaving]
+        left = [entry for entry in self.entries if entry in room.leaving]
+        self.entries = [entry for entry in self.entries if entry not in left]
+        return [entry.item.id for entry in left]
 
     def insert(self, entry: Entry, after: str | None = None) -> str | None:
         """Add an entry at the end, or after the item ``after``. Return the identifier of the item before it.
@@ -207,6 +229,20 @@ class Conversation:
         entry.item.content[0].transcript = entry.spoken.heard(audio_end_ms)
 
 
+def _is_awaited(group: Sequence[Entry]) -> bool:
+    """Return whether entries of one ``call_id`` wait for the output of a call."""
+    return all(isinstance(entry.item, FunctionCall) and entry.item.status == "completed" for entry in group)
+
+
+def require_call(item: Item, entries: Sequence[Entry], param: str) -> None:
+    """Refuse the output of a function whose call is not among the entries. Raises HTTPError."""
+    if not isinstance(item, FunctionCallOutput):
+        return
+    if not any(isinstance(each.item, FunctionCall) and each.item.call_id == item.call_id for each in entries):
+        message = f"{param}.call_id: there is no call {quote_value(item.call_id)}"
+        raise bad_request(message, f"{param}.call_id", "invalid_tool_call_id")
+
+
 def chat_messages(
     entries: Sequence[Entry], instructions: str, *, transcribed: bool
 ) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
@@ -217,14 +253,14 @@ def chat_messages(
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     clips: list[AudioChunk] = []
     items = [entry.item for entry in entries]
-    cut = {item.call_id for item in items if isinstance(item, FunctionCall) and item.status == "incomplete"}
+    calls = {item.call_id for item in items if isinstance(item, FunctionCall) and item.status != "incomplete"}
     for entry in entries:
         match entry.item:
             case Message() as item:
                 if content := _content(entry, item, clips, transcribed=transcribed):
                     messages.append({"role": item.role, "content": content})
-            case FunctionCall(call_id=id) | FunctionCallOutput(call_id=id) if id in cut:
-                pass  # its arguments are no JSON object
+            case FunctionCall(call_id=id) | FunctionCallOutput(call_id=id) if id not in calls:
+                pass  # the arguments of the call were cut, or the call is not there (rule 4)
             case FunctionCall() as item:
                 arguments = arguments_object(call_of(item), "arguments")
                 call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import trio
 
 from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.generation import Generation
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from omni_actors.serve.realtime.response_settings import ResponseSettings
 
 TRANSCRIBE = "Transcribe the recording. Answer with its words alone."
+LANGUAGE_CHECK_S = 2.0
+"""The longest wait for the transcriber's judgement of a language. Events that follow wait too, to stay in order."""
 _NO_SOUND = AudioChunk(np.zeros(0, np.float32), 16_000)
 
 
@@ -66,15 +69,17 @@ class SessionPipeline:
         """Refuse a language that the transcriber does not know. Raises InvalidRequest.
 
         Only the worker that has loaded the model knows its languages, so this submits a recording without sound. It is
-        refused for its language, or because it has no sound. A language is not refused if the system is overloaded.
+        refused for its language, or because it has no sound. A language is not refused if the system is overloaded, or
+        if the transcriber takes longer than ``LANGUAGE_CHECK_S``: it may be loading.
         """
         if not self.transcribes:
             return
         try:
             generation = self.transcribe(_NO_SOUND, language)
             try:
-                async for _ in generation:
-                    pass
+                with trio.move_on_after(LANGUAGE_CHECK_S):
+                    async for _ in generation:
+                        pass
             finally:
                 generation.abort()
         except InvalidRequest as error:

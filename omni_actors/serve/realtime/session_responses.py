@@ -10,14 +10,14 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import trio
 
 from omni_actors.serve.http.errors import bad_request, quote_value
 from omni_actors.serve.realtime.config import ResponseParams, SessionConfig
-from omni_actors.serve.realtime.conversation import Conversation, Entry
+from omni_actors.serve.realtime.conversation import Conversation, Entry, require_call
 from omni_actors.serve.realtime.items import Item, ItemReference, Message, check_item, new_id
 from omni_actors.serve.realtime.outbox import Outbox
 from omni_actors.serve.realtime.pipeline import SessionPipeline
@@ -63,7 +63,7 @@ class SessionResponses:
         settings = ResponseSettings(config, asked, self._pipeline.system.pipeline, params)
         if not is_apart:
             settings.head["conversation_id"] = self._conversation_id
-        given = None if asked.input is None else [self._given(each) for each in asked.input]
+        given = None if asked.input is None else self._given(asked.input)
         if not is_apart:
             for id in self._conversation.make_room(may_leave=config.truncation == "auto"):
                 self._outbox.post("conversation.item.deleted", item_id=id)
@@ -125,8 +125,14 @@ class SessionResponses:
         if entry is not None and entry in self._conversation.entries and entry.is_spoken:
             await self.truncate(entry.item.id, played_ms)
 
-    def _given(self, item: Item | ItemReference) -> Entry:
-        """Return the entry of an item in a response's input. Raises HTTPError."""
+    def _given(self, items: Sequence[Item | ItemReference]) -> list[Entry]:
+        """Return the entries of a response's input. Raises HTTPError."""
+        entries = [self._given_entry(each) for each in items]
+        for entry in entries:
+            require_call(entry.item, entries, "response.input")
+        return entries
+
+    def _given_entry(self, item: Item | ItemReference) -> Entry:
         if isinstance(item, ItemReference):
             return self._conversation.find(item.id, "response.input")
         check_item(item, "response.input")

@@ -57,6 +57,42 @@ def test_an_item_that_is_refused_makes_no_room(is_too_large: bool) -> None:
     assert all(entry.recordings for entry in conversation.entries)
 
 
+def called(id: str) -> Entry:
+    return Entry(FunctionCall(id=id, name="weather", call_id=f"of_{id}", arguments="{}"))
+
+
+def returned(id: str, call: str) -> Entry:
+    return Entry(FunctionCallOutput(id=id, call_id=f"of_{call}", output="sunny"))
+
+
+def test_a_call_leaves_with_its_outputs() -> None:
+    conversation = Conversation(max_items=4, max_bytes=1000)
+    for entry in (called("call"), recorded("a", 0.01), returned("output", "call"), recorded("b", 0.01)):
+        conversation.insert(entry)
+    assert conversation.add(recorded("c", 0.01), may_leave=True) == ["call", "output"]
+    assert ids(conversation) == ["a", "b", "c"]
+
+
+def test_a_call_that_waits_for_its_output_stays_until_only_such_calls_are_left() -> None:
+    conversation = Conversation(max_items=3, max_bytes=1000)
+    for entry in (called("first"), recorded("a", 0.01), called("second")):
+        conversation.insert(entry)
+    assert conversation.add(called("third"), may_leave=True) == ["a"]
+    assert conversation.add(returned("output", "first"), may_leave=True) == ["second"], "not the call of the output"
+    assert conversation.add(called("fourth"), may_leave=True) == ["first", "output"], "it waits no longer"
+
+
+def test_an_output_without_its_call_is_refused_and_in_no_request() -> None:
+    conversation = Conversation(max_items=3, max_bytes=1000)
+    conversation.insert(recorded("a", 0.01, "hello"))
+    with pytest.raises(HTTPError) as refused:
+        conversation.add(returned("output", "call"), may_leave=True)
+    assert (refused.value.code, refused.value.param) == ("invalid_tool_call_id", "item.call_id")
+    assert ids(conversation) == ["a"]
+    messages, _ = chat_messages([returned("output", "call"), *conversation.entries], "", transcribed=True)
+    assert messages == [{"role": "user", "content": "hello"}], "the older half of a conversation may be left out"
+
+
 def answer(transcript: str) -> Entry:
     return Entry(Message(role="assistant", content=[Part("output_audio", transcript=transcript)]))
 

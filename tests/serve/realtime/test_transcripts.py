@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import random
 import signal
 from typing import Any
 
 from omni_actors.serve.media.base64_data import to_base64
 from tests.support.http_server import Server, Start
-from tests.support.realtime import Session, session, silence
+from tests.support.realtime import PCM_S, Session, session, silence
 from tests.support.served_engines import REFUSED_S
 
 FAILED = "conversation.item.input_audio_transcription.failed"
@@ -61,6 +64,26 @@ def test_a_language_that_the_model_does_not_know_is_refused(talk: Session) -> No
     assert transcribe(talk, language="de")["language"] == "de"
     assert talk.error("session.update", session={"audio": {"input": {"transcription": {"language": "xx"}}}})
     assert say(talk, recording(0.5)) == "0.5 s at 24000 Hz"
+
+
+def test_events_behind_a_language_that_cannot_be_checked_are_taken_in_order(start: Start) -> None:
+    """The transcriber is stopped. Its death would end the wait too, so it is alive at the end."""
+    with start() as server, session(server) as talk:
+        ear = server.pid_of("ear")
+        os.kill(ear, signal.SIGSTOP)
+        sound = random.Random(1).randbytes(20 * PCM_S)
+        audio = {"input": {"turn_detection": None, "transcription": {"language": "de"}}}
+        talk.send("session.update", session={"audio": audio})
+        talk.hear(sound)
+        talk.send("input_audio_buffer.commit")
+        assert talk.receive()["session"]["audio"]["input"]["transcription"]["language"] == "de"
+        item = talk.until("conversation.item.done")[-1]["item"]
+        talk.send("conversation.item.retrieve", item_id=item["id"])
+        kept = talk.receive()["item"]["content"][0]["audio"]
+        assert base64.b64decode(kept) == sound
+        assert server.pid_of("ear") == ear
+        os.kill(ear, signal.SIGCONT)
+        assert talk.until(COMPLETED)[-1]["transcript"] == "20.0 s at 24000 Hz"
 
 
 def test_a_session_is_gone_after_a_refused_language(start: Start) -> None:
