@@ -47,9 +47,12 @@ _PROBABILITY: dict[Eagerness, float] = {"low": 0.8, "medium": 0.5, "auto": 0.5, 
 """From which probability the user has finished."""
 _LONGEST_PAUSE_S: dict[Eagerness, float] = {"low": 8, "medium": 4, "auto": 4, "high": 2}
 """The pause that ends a turn in any case, as in OpenAI's protocol."""
-FIRST_CHECK = 9
-"""The model is asked when a pause has so many windows (0.29 s), and again each time that the pause has doubled. Pauses
-at commas are mostly shorter."""
+FIRST_CHECK = 6
+"""The model is asked when a pause has so many windows (0.19 s)."""
+FIRST_END = 9
+"""A pause ends a turn when it has so many windows (0.29 s) or more, because pauses at commas are mostly shorter. The
+model computes while the sound between ``FIRST_CHECK`` and here arrives. From here on, it is asked again each time that
+the pause has doubled."""
 _BEFORE_SPEECH = 16
 """How many windows before the speech the model gets: 0.5 s, as in its training."""
 _REFILL_WINDOWS = 85
@@ -75,6 +78,8 @@ class Completion:
         self._count = 0
         self._credit = float(_MOST_CHECKS)
         self._next_check = FIRST_CHECK
+        self._is_finished = False
+        """The latest answer of the model in this pause."""
 
     def add(self, window: Floats) -> None:
         """Keep the window for 8 seconds of sound."""
@@ -85,14 +90,15 @@ class Completion:
     def has_ended(self, turn: int, pause: int) -> bool:
         """Return whether the user has finished. It takes 0 or about 40 ms."""
         if pause == 1:
-            self._next_check = FIRST_CHECK
+            self._next_check, self._is_finished = FIRST_CHECK, False
         if pause >= self._longest:
             return True
-        if pause < self._next_check or self._credit < 1:
-            return False
-        self._next_check = 2 * pause
-        self._credit -= 1
-        return completion.completion_probability(self._last(turn + _BEFORE_SPEECH)) >= self._threshold
+        if pause >= self._next_check and self._credit >= 1:
+            self._next_check = 2 * max(pause, FIRST_END)
+            self._credit -= 1
+            probability = completion.completion_probability(self._last(turn + _BEFORE_SPEECH))
+            self._is_finished = probability >= self._threshold
+        return self._is_finished and pause >= FIRST_END
 
     def _last(self, count: int) -> Floats:
         """Return the last ``count`` windows of the stream, joined; fewer if fewer are there."""

@@ -242,6 +242,22 @@ def test_reset_forgets_the_speech_in_progress() -> None:
     assert detector.position_ms > position
 
 
+def test_the_model_is_asked_before_a_pause_can_end_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its answer is there in time. A pause that ends before has no effect on the next one."""
+    asked = []
+
+    def answer(turn: np.ndarray) -> float:
+        asked.append(len(turn))
+        return answers.pop(0)
+
+    monkeypatch.setattr(completion, "completion_probability", answer)
+    rule, answers = Completion("auto"), [1.0, 0.0, 1.0]
+    assert [rule.has_ended(20, pause) for pause in range(1, 9)] == [False] * 8
+    assert len(asked) == 1, "at the sixth window"
+    ends = [rule.has_ended(40, pause) for pause in range(1, 19)]
+    assert (ends, len(asked)) == ([False] * 17 + [True], 3), "at the sixth and the eighteenth window"
+
+
 def test_a_stream_full_of_pauses_asks_the_model_at_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     ask = completion.completion_probability

@@ -59,6 +59,28 @@ def encode(samples: Floats, format: AudioFormat) -> bytes:
     return file.getvalue()
 
 
+_TAPS = 47
+
+
+class _LowPass:
+    """A windowed-sinc filter of a stream. It delays the stream by 23 samples.
+
+    band: the share of the spectrum that is kept. Its edge is soft: 0 dB a tenth below it, and -40 dB a tenth above it.
+    """
+
+    def __init__(self, band: float) -> None:
+        taps = np.hamming(_TAPS) * np.sinc(0.95 * band * (np.arange(_TAPS) - _TAPS // 2))
+        self._taps = (taps / taps.sum()).astype(np.float32)
+        self._tail = np.zeros(_TAPS - 1, np.float32)
+        """The latest samples that were taken."""
+
+    def push(self, samples: Floats) -> Floats:
+        """Return as many samples as it is given: float32 (n,)."""
+        sound = np.concatenate([self._tail, samples])
+        self._tail = sound[len(samples) :]
+        return np.convolve(sound, self._taps, "valid") if len(samples) else samples
+
+
 class SoundDecoder:
     """Decodes a stream of sound that is cut anywhere, and changes its sample rate.
 
@@ -71,18 +93,21 @@ class SoundDecoder:
         self._format = format
         self._rest = b""
         """The begin of a frame whose end has not arrived."""
-        # A cubic spline ("QQ") delays sound by less than 1 ms, and the filter of "LQ" delays G.711 by up to 61 ms. The
-        # spline leaves images above 4 kHz, which move no decision of the detectors (bench.turns). Where the rate gets
-        # lower it would fold high tones into the speech, so PCM is filtered, which takes up to 20 ms.
-        quality = "QQ" if rate >= rate_of(format) else "LQ"
-        self._resampler = soxr.ResampleStream(rate_of(format), rate, 1, dtype="float32", quality=quality)
+        # A cubic spline ("QQ") delays sound by less than 1 ms, and the filter of "LQ" by up to 20 ms (PCM) and 61 ms
+        # (G.711). The spline leaves images above 4 kHz, which move no decision of the detectors (bench.turns). Where
+        # the rate gets lower it would fold high tones into the speech, so they are filtered out before: 1 ms.
+        self._resampler = soxr.ResampleStream(rate_of(format), rate, 1, dtype="float32", quality="QQ")
+        self._low_pass = _LowPass(rate / rate_of(format)) if rate < rate_of(format) else None
 
     def push(self, data: bytes) -> Floats:
         """Return the samples that the next part of the stream adds: float32 (n,), about [-1, 1]."""
         data = self._rest + data
         whole = len(data) // frame_bytes(self._format) * frame_bytes(self._format)
         self._rest = data[whole:]
-        return np.asarray(self._resampler.resample_chunk(decode(data[:whole], self._format)), np.float32)
+        samples = decode(data[:whole], self._format)
+        if self._low_pass is not None:
+            samples = self._low_pass.push(samples)
+        return np.asarray(self._resampler.resample_chunk(samples), np.float32)
 
     def forget_rest(self) -> None:
         """Forget the begin of a frame: the stream goes on with a whole frame."""

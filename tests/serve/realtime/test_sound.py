@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,13 +14,13 @@ from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.config import PCM, PCMA, PCMU, AudioFormat
 from omni_actors.serve.realtime.input_audio import InputAudio
 from omni_actors.serve.realtime.pacer import Pacer
-from omni_actors.serve.realtime.sound import SoundEncoder, bytes_per_s, decode, encode
+from omni_actors.serve.realtime.sound import SoundDecoder, SoundEncoder, bytes_per_s, decode, encode
 
 FORMATS = (PCM(), PCMU(), PCMA())
 
 
-def sine(rate: int, seconds: float = 0.5) -> np.ndarray:
-    return (0.5 * np.sin(2 * np.pi * 300 * np.arange(round(rate * seconds)) / rate)).astype(np.float32)
+def sine(rate: int, seconds: float = 0.5, hertz: int = 300) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * hertz * np.arange(round(rate * seconds)) / rate)).astype(np.float32)
 
 
 @pytest.mark.parametrize(("format", "error"), [(PCM(), 1e-4), (PCMU(), 0.02), (PCMA(), 0.02)])
@@ -44,6 +46,22 @@ def test_the_encoder_resamples_without_a_seam() -> None:
     found = decode(data + encoder.finish(), PCM())
     assert abs(len(found) - 12000) <= 1
     assert np.abs(found[1000:-1000] - sine(24000)[1000 : len(found) - 1000]).max() < 0.01
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=30).filter(any))
+def test_the_decoder_resamples_pieces_of_any_size_with_little_delay(sizes: list[int]) -> None:
+    """And tones that the lower rate cannot have do not come back as lower ones."""
+    decoder, data = SoundDecoder(PCM(), 16_000), encode(sine(24_000) + sine(24_000, hertz=11_000), PCM())
+    found, taken = np.empty(0, np.float32), 0
+    for size in itertools.cycle(sizes):
+        if taken >= len(data):
+            break
+        found = np.concatenate([found, decoder.push(data[taken : taken + size])])
+        taken += size
+        assert min(taken, len(data)) // 2 * 2 / 3 - len(found) <= 16 * 1.5, "samples of 1.5 ms are missing"
+    delay = 23 * 16_000 / 24_000
+    expected = 0.5 * np.sin(2 * np.pi * 300 * (np.arange(len(found)) - delay) / 16_000)
+    assert np.abs(found - expected)[100:].max() < 0.02
 
 
 @given(st.sampled_from(FORMATS), st.lists(st.integers(0, 999), max_size=30))
