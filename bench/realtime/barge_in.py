@@ -8,7 +8,6 @@ and a word was heard when the player had reached its middle. Whisper's own times
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import difflib
 import functools
 import math
@@ -24,7 +23,7 @@ import soxr
 
 from bench import turns
 from bench.realtime.server import Server, config
-from bench.realtime.user import RATE, noise_below, say, talking
+from bench.realtime.user import RATE, SESSION_ERRORS, noise_below, reasons, say, talking
 from omni_actors.stages import assets
 
 STORIES = (
@@ -52,7 +51,7 @@ class BargeIn:
         last_s: the last sound arrived; 0.0 if it did before the first sample.
         done_s: ``response.done`` arrived.
         kept, heard: how many words of the answer the conversation keeps, and were heard.
-        text: what was written of the answer.
+        text: what was written of the answer. transcript: what the conversation keeps of it.
     """
 
     noise_db: int | None
@@ -64,6 +63,16 @@ class BargeIn:
     kept: int
     heard: int
     text: str
+    transcript: str
+
+    @property
+    def off(self) -> int:
+        """How many words more are kept than were heard."""
+        return self.kept - self.heard
+
+    @property
+    def is_prefix(self) -> bool:
+        return self.text.split()[: self.kept] == self.transcript.split()
 
 
 @functools.cache
@@ -105,7 +114,10 @@ def _letters(word: str) -> str:
 
 
 async def interrupt(server: Server, text: str, words: str, noise_db: int | None, played_s: float) -> BargeIn:
-    """Have a text answered, and say ``words`` when the player has played so much of it. Raises TimeoutError."""
+    """Have a text answered, and say ``words`` when the player has played so much of it.
+
+    Raises SESSION_ERRORS, or an ExceptionGroup of them.
+    """
     sound = say(words)
     detection = {"type": "server_vad", "create_response": False}
     asked = {**config(turn_detection=detection), "max_output_tokens": MAX_TOKENS}
@@ -126,6 +138,7 @@ async def interrupt(server: Server, text: str, words: str, noise_db: int | None,
         answer = user.answer
     played_s = answer.played_s(stopped)
     heard = await asyncio.to_thread(words_heard, answer.text, bytes(answer.sound), played_s)
+    transcript = retrieved.item.content[0].transcript
     return BargeIn(
         noise_db=noise_db,
         played_s=played_s,
@@ -133,19 +146,20 @@ async def interrupt(server: Server, text: str, words: str, noise_db: int | None,
         stopped_s=stopped - begins,
         last_s=max(0.0, answer.last_s - begins),
         done_s=done - begins,
-        kept=len(_WORD.findall(retrieved.item.content[0].transcript)),
+        kept=len(_WORD.findall(transcript)),
         heard=heard,
         text=answer.text,
+        transcript=transcript,
     )
 
 
-async def measure(server: Server, interruptions: int) -> list[BargeIn]:
-    """Interrupt so many answers, one after the other. Those that did not begin or end in ``ANSWER_S`` are missing."""
+async def measure(server: Server, interruptions: int, found: list[BargeIn], errors: list[str]) -> None:
+    """Interrupt so many answers, one after the other. found: gets each. errors: says why some are missing."""
     draw = random.Random(1)
-    found = []
     for number in range(interruptions):
         text, words = STORIES[number % len(STORIES)], draw.choice(turns.SENTENCES)
-        noise_db = turns.NOISE_DB[number % len(turns.NOISE_DB)]
-        with contextlib.suppress(TimeoutError):
-            found.append(await interrupt(server, text, words, noise_db, draw.uniform(*PLAYED_S)))
-    return found
+        noise_db, played_s = turns.NOISE_DB[number % len(turns.NOISE_DB)], draw.uniform(*PLAYED_S)
+        try:
+            found.append(await interrupt(server, text, words, noise_db, played_s))
+        except* SESSION_ERRORS as failed:
+            errors.append(f"interruption {number}: {reasons(failed)}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench import turns
 from bench.realtime.server import Server, config
-from bench.realtime.user import Spoken, at_rate, talking
+from bench.realtime.user import SESSION_ERRORS, Spoken, at_rate, reasons, talking
 
 AFTER_S = 1.0
 """How long the session lasts behind the last pause."""
@@ -27,6 +27,7 @@ class Heard:
 
     positions_s: as ``ends_s``, but in the sound: where the server found the end.
     wrong: how many sentences were cut, missed or joined.
+    lost: why the session ended early; empty if it did not.
     """
 
     detection: str
@@ -35,18 +36,22 @@ class Heard:
     ends_s: list[float]
     positions_s: list[float]
     wrong: int
+    lost: str = ""
 
 
-async def listen(server: Server, detection: str, noise_db: int | None, sentences: int, after_s: float) -> Heard:
+async def listen(server: Server, heard: Heard, sentences: int, after_s: float) -> None:
     """Say sentences in one session, after some seconds."""
     await asyncio.sleep(after_s)
-    conversation = turns.converse([turns.say(text) for text in turns.SENTENCES[:sentences]], noise_db)
-    asked = config(turn_detection={"type": detection, "create_response": False})
-    async with talking(server.client, asked, 0.0) as user:
-        spoken = user.microphone.say(at_rate(conversation.sound))
-        await asyncio.sleep(spoken.ends - time.monotonic() + AFTER_S)
-        started, stopped = (user.seen(f"input_audio_buffer.speech_{name}") for name in ("started", "stopped"))
-    return compare(Heard(detection, noise_db, [], [], [], 0), spoken, conversation, started, stopped)
+    conversation = turns.converse([turns.say(text) for text in turns.SENTENCES[:sentences]], heard.noise_db)
+    asked = config(turn_detection={"type": heard.detection, "create_response": False})
+    try:
+        async with talking(server.client, asked, 0.0) as user:
+            spoken = user.microphone.say(at_rate(conversation.sound))
+            await asyncio.sleep(spoken.ends - time.monotonic() + AFTER_S)
+            started, stopped = (user.seen(f"input_audio_buffer.speech_{name}") for name in ("started", "stopped"))
+        compare(heard, spoken, conversation, started, stopped)
+    except* SESSION_ERRORS as lost:
+        heard.lost = reasons(lost)
 
 
 def compare(
@@ -55,7 +60,7 @@ def compare(
     conversation: turns.Conversation,
     started: list[tuple[float, Any]],
     stopped: list[tuple[float, Any]],
-) -> Heard:
+) -> None:
     """Add to ``heard`` the delays of the events that arrived, and the number of wrong sentences."""
     for begin_ms, end_ms in conversation.spoken_ms:
         begin, end = (spoken.begins + ms / 1000 for ms in (begin_ms, end_ms))
@@ -67,14 +72,16 @@ def compare(
         heard.starts_s.append(starts[0][0] - begin)
         heard.ends_s.append(ends[0][0] - end)
         heard.positions_s.append((ends[0][1].audio_end_ms - end_ms) / 1000 - spoken.position_s)
-    return heard
 
 
-async def measure(server: Server, sentences: int) -> list[Heard]:
-    """Say so many sentences in one session for each kind of detection and each noise, at the same time."""
-    plans = [(detection, noise_db) for detection in turns.SETTINGS for noise_db in turns.NOISE_DB]
+async def measure(server: Server, sentences: int, found: list[Heard]) -> None:
+    """Say so many sentences in one session for each kind of detection and each noise, at the same time.
+
+    found: gets what each session found.
+    """
+    for text in turns.SENTENCES[:sentences]:
+        turns.say(text)  # it is kept; made in a session, it would hold up all users
+    found += [Heard(detection, noise_db, [], [], [], 0) for detection in turns.SETTINGS for noise_db in turns.NOISE_DB]
     async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(listen(server, *plan, sentences, number * STAGGER_S)) for number, plan in enumerate(plans)
-        ]
-    return [each.result() for each in running]
+        for number, heard in enumerate(found):
+            tasks.create_task(listen(server, heard, sentences, number * STAGGER_S))

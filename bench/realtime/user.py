@@ -23,14 +23,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import openai
 import soxr
+import websockets
 
 from bench import turns
 from omni_actors.playback import BUDGET_S, Playback
 
 RATE = 24_000
-BLOCK_S = 0.04
+BLOCK_S = 0.02
 _SIZE = round(RATE * BLOCK_S)
 _BYTES_PER_S = 2 * RATE
+
+
+SESSION_ERRORS = (OSError, websockets.WebSocketException, openai.OpenAIError)
+"""What ends a session early, out of ``talking``. OSError has TimeoutError."""
+
+
+def reasons(group: BaseExceptionGroup[BaseException]) -> str:
+    """Return the errors of a group and of the groups within it, in words."""
+    return "; ".join(reasons(each) if isinstance(each, BaseExceptionGroup) else repr(each) for each in group.exceptions)
 
 
 @functools.cache

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import subprocess
 import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import numpy as np
+import openai
 import pytest
+import websockets
+from click.testing import CliRunner
 
 from bench import turns
-from bench.realtime import barge_in, end_of_turn, kills
+from bench.realtime import barge_in, end_of_turn, kills, report
+from bench.realtime.__main__ import main
+from bench.realtime.server import Server
 from bench.realtime.user import RATE, Answer, Spoken, Underrun
+from tests.support.http_server import NO_TLS
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
@@ -35,16 +47,85 @@ def test_a_quick_run_loses_no_session_and_has_every_figure(tmp_path: Path) -> No
     found = json.loads(file.read_bytes())
     [run] = found["kills"]
     assert [death["stage"] for death in run["deaths"]] == list(kills.STAGES[:2])
-    assert all(0 < death["load_s"] < math.inf for death in run["deaths"])
+    assert all(death["load_s"] > 0 for death in run["deaths"])
     assert (run["lost"], run["errors"]) == ([], [])
     assert {each["session"] for each in run["asked"]} == {0, 1}
     assert {each["status"] for each in run["asked"]} <= {"completed", "incomplete"}
     assert all(each["answer"] and each["sound_s"] > 0.5 for each in run["asked"])
+    assert all(each["met"] == (each["found"] is not None and each["found"] <= each["most"]) for each in found["bounds"])
     for each in found["barge_in"]:
         assert 0 < each["stopped_s"] <= each["done_s"]
         assert each["played_s"] > 0
-    assert [each["detection"] for each in found["end_of_turn"]] == 3 * ["server_vad"] + 3 * ["semantic_vad"]
-    assert all(len(each["ends_s"]) + each["wrong"] == 2 for each in found["end_of_turn"])
+    assert [each["detection"] for each in found["turns"]] == 3 * ["server_vad"] + 3 * ["semantic_vad"]
+    assert all(len(each["ends_s"]) + each["wrong"] == 2 for each in found["turns"])
+
+
+@asynccontextmanager
+async def closing() -> AsyncIterator[Server]:
+    """A server that ends each session after its first sound. Nothing answers at its /health."""
+
+    async def session(connection: websockets.ServerConnection) -> None:
+        assert "session.update" in str(await connection.recv())
+        await connection.send(json.dumps({"type": "session.updated", "event_id": "e", "session": {"type": "realtime"}}))
+        await connection.recv()
+
+    async with websockets.serve(session, "127.0.0.1", 0) as sockets, httpx.AsyncClient(verify=NO_TLS) as http:
+        [port] = {each.getsockname()[1] for each in sockets.sockets}
+        url = f"http://127.0.0.1:{port}"
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            yield Server("http://127.0.0.1:1", http, client)
+
+
+@pytest.mark.voice
+def test_sessions_that_end_early_do_not_end_a_part() -> None:
+    ends, barge_ins, errors = list[end_of_turn.Heard](), list[barge_in.BargeIn](), list[str]()
+    run = kills.Run("cold restart", 5.0)
+
+    async def measure() -> None:
+        async with closing() as server:
+            await end_of_turn.measure(server, 1, ends)
+            await barge_in.measure(server, 2, barge_ins, errors)
+            run.began = time.monotonic()
+            await kills.converse(server, run, 0, run.began + run.seconds)
+            await kills.kill(server, run, 0.01, run.began + 0.05)
+
+    asyncio.run(measure())
+    assert all("ConnectionClosed" in each.lost or "closed the session" in each.lost for each in ends)
+    assert (len(ends), barge_ins, len(errors)) == (6, [], 2)
+    assert (len(run.lost), len(run.asked), run.deaths) == (1, 1, [])
+    assert not any(each.is_met for each in report.turn_bounds(ends) if each.unit)
+    assert [each.is_met for each in report.kill_bounds(run)] == [False, False, True]
+
+
+def test_a_part_that_fails_is_printed_and_written_with_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def fail(run: kills.Run, **_: Any) -> None:
+        run.asked.append(kills.Asked(0, "Why?", status="completed"))
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(kills, "measure", fail)
+    done = CliRunner().invoke(main, ["--only", "kills", "--json", str(tmp_path / "figures.json")])
+    assert str(done.exception) == "a bug"
+    assert "1 of 1" in done.output
+    found = json.loads((tmp_path / "figures.json").read_bytes(), parse_constant=pytest.fail)
+    assert [each["status"] for each in found["kills"][0]["asked"]] == ["completed"]
+
+
+def test_an_underrun_is_told_with_the_death_that_explains_it() -> None:
+    run = kills.Run("standby: 1", 300.0, began=50.0)
+    run.deaths = [kills.Death("llm", 100.0, 5.0), kills.Death("vocoder", 110.0)]
+    run.asked = [kills.Asked(0, "Why?", underruns=[Underrun(102.0, 0.5), Underrun(108.0, 0.3), Underrun(150.0, 0.2)])]
+    assert [run.cause(each) for each in run.underruns] == [
+        "within the load of llm: killed 2.0 s before, its load took 5.0 s",
+        "in no load; the latest was that of llm: killed 8.0 s before, its load took 5.0 s",
+        "within the load of vocoder: killed 40.0 s before, it did not serve again",
+    ]
+    assert [each["explained"] for each in run.figures()["asked"][0]["underruns"]] == [True, False, True]
+    assert [(each.what, each.is_met) for each in report.kill_bounds(run)][2:] == [
+        ("standby: 1: underruns outside of a stage's load", False),
+        ("standby: 1: underruns", False),
+    ]
 
 
 def sound(seconds: float) -> bytes:
@@ -83,8 +164,8 @@ def test_sentences_that_are_cut_missed_or_found_too_soon_are_wrong() -> None:
     )
     started = [(at, None) for at in (102.1, 107.1, 108.0, 112.1)]
     stopped = [(at, SimpleNamespace(audio_end_ms=1000 * at - 92_600)) for at in (105.5, 107.9, 110.5, 114.9)]
-    heard = end_of_turn.Heard("server_vad", None, [], [], [], 0)
-    found = end_of_turn.compare(heard, Spoken(100.0, 122.0, 7.5), conversation, started, stopped)
+    found = end_of_turn.Heard("server_vad", None, [], [], [], 0)
+    end_of_turn.compare(found, Spoken(100.0, 122.0, 7.5), conversation, started, stopped)
     assert found.wrong == 3
     assert found.starts_s == pytest.approx([0.1])
     assert found.ends_s == pytest.approx([0.5])
