@@ -188,7 +188,7 @@ class ServerListening(LogEvent, frozen=True, kw_only=True):
     pipeline: str
 
     def __str__(self) -> str:
-        return f"listening on {self.url}; {self.pipeline!r} is loading"
+        return f"listening on {self.url}; loading {self.pipeline}"
 
 
 class ServerReady(LogEvent, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import numpy as np
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from click.testing import CliRunner, Result
 
 import omni_actors
 from omni_actors import config as configuration
-from omni_actors.cli import main
+from omni_actors.cli import COMMANDS, main
 
 ROOT = Path(omni_actors.__file__).parent.parent
 WATCHDOG_S = 60.0
@@ -272,8 +273,32 @@ def test_config_explain_shows_the_devices_of_each_worker() -> None:
 def test_help_names_every_command() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("ask", "config", "prepare", "serve"):
-        assert command in result.stdout
+    for command, place in COMMANDS.items():
+        assert f"{command:9}{place.summary}\n" in result.stdout
+        assert main.get_command(click.Context(main), command) is not None
+
+
+def test_the_list_and_the_completion_of_commands_import_none_of_them() -> None:
+    program = (
+        "import sys; from omni_actors.cli import COMMANDS, main\n"
+        "try: main(['--help'], 'omni-actors')\n"
+        "finally: print(sys.modules.keys() & {each.module for each in COMMANDS.values()})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+    words = {"_OMNI_ACTORS_COMPLETE": "bash_complete", "COMP_WORDS": "omni-actors d", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "omni_actors"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["plain,doctor", "plain,draw"]
+
+
+def test_the_list_of_pipelines_is_aligned() -> None:
+    lines = invoke("config", "list").stdout.splitlines()
+    begins = [
+        next(line.index(description) for line in lines if line.startswith(f"{name} "))
+        for name, description in ((name, configuration.load(name).description) for name in configuration.config_names())
+    ]
+    assert len(set(begins)) == 1
 
 
 def test_prepare_refuses_an_unknown_name() -> None:

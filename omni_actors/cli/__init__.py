@@ -13,24 +13,36 @@ import os
 import platform
 import sys
 from importlib import import_module
+from typing import NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
 
 __all__ = ["main"]
 
+
+class _Place(NamedTuple):
+    """Where a command is, and what it does. The list of commands needs no import of them."""
+
+    module: str
+    name: str
+    summary: str
+
+
 COMMANDS = {
-    "ask": "omni_actors.cli.ask:ask",
-    "bench": "omni_actors.cli.bench.command:bench",
-    "chat": "omni_actors.cli.chat.command:chat",
-    "config": "omni_actors.cli.config:config_group",
-    "doctor": "omni_actors.cli.doctor.command:doctor",
-    "draw": "omni_actors.cli.draw:draw",
-    "prepare": "omni_actors.cli.prepare:prepare",
-    "serve": "omni_actors.serve.command:serve_command",
-    "stress": "omni_actors.stress.command:stress_command",
-    "top": "omni_actors.cli.top.command:top",
+    "ask": _Place("omni_actors.cli.ask", "ask", "Ask a pipeline one question."),
+    "bench": _Place("omni_actors.cli.bench.command", "bench", "Load a server, and report what its clients notice."),
+    "chat": _Place("omni_actors.cli.chat.command", "chat", "Talk to a pipeline or to a server."),
+    "config": _Place(
+        "omni_actors.cli.config", "config_group", "List and explain pipelines; print the schema of their files."
+    ),
+    "doctor": _Place("omni_actors.cli.doctor.command", "doctor", "Report what this machine has and lacks."),
+    "draw": _Place("omni_actors.cli.draw", "draw", "Draw one picture."),
+    "prepare": _Place("omni_actors.cli.prepare", "prepare", "Download or convert the models of a pipeline."),
+    "serve": _Place("omni_actors.serve.command", "serve_command", "Serve pipelines over HTTP, as OpenAI does."),
+    "stress": _Place("omni_actors.stress.command", "stress_command", "Inject faults into the workers of a pipeline."),
+    "top": _Place("omni_actors.cli.top.command", "top", "Watch the stages, rings and requests of a server."),
 }
-"""Where each command is: its module and its name there."""
 
 
 class _Commands(click.Group):
@@ -47,9 +59,9 @@ class _Commands(click.Group):
         """
         if cmd_name not in COMMANDS:
             return None
-        module, _, name = COMMANDS[cmd_name].partition(":")
+        place = COMMANDS[cmd_name]
         try:
-            command: click.Command = getattr(import_module(module), name)
+            command: click.Command = getattr(import_module(place.module), place.name)
         except (ImportError, AttributeError) as error:
             if platform.system() == "Linux":
                 raise
@@ -57,6 +69,18 @@ class _Commands(click.Group):
                 f"this command needs Linux on x86-64 ({error}); `omni-actors doctor` says what this machine lacks"
             ) from error
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands, each with its summary."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, place.summary) for name, place in COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands that begin with ``incomplete``, or the options if it begins with a dash."""
+        found = [CompletionItem(name, help=place.summary) for name, place in COMMANDS.items()]
+        return [item for item in found if item.value.startswith(incomplete)] + click.Command.shell_complete(
+            self, ctx, incomplete
+        )
 
 
 @click.command(cls=_Commands)

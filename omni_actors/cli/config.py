@@ -32,8 +32,10 @@ def config_group() -> None:
 @config_group.command("list")
 def list_configs() -> None:
     """Print the names of the pipelines that ship with omni_actors."""
-    for name in configuration.config_names():
-        click.echo(f"{name:12}  {configuration.load(name).description}")
+    names = configuration.config_names()
+    width = max(map(len, names))
+    for name in names:
+        click.echo(f"{name:{width}}  {configuration.load(name).description}")
 
 
 @config_group.command("schema")

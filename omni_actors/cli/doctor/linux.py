@@ -79,7 +79,7 @@ def _shared_memory() -> Finding:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{_limit(soft)}, which a server raises to {_limit(hard)}"
+    found = _limit(soft) if soft == hard else f"{_limit(soft)}, which a server raises to {_limit(hard)}"
     if hard != resource.RLIM_INFINITY and hard < FEW_FILES:
         remedy = f"raise the hard limit (ulimit -Hn {FEW_FILES}, LimitNOFILE=): a server accepts fewer connections"
         return warning("machine", "open files", found, remedy)
