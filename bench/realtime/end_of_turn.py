@@ -17,6 +17,8 @@ from bench.realtime.user import SESSION_ERRORS, Spoken, at_rate, reasons, talkin
 
 AFTER_S = 1.0
 """How long the session lasts behind the last pause."""
+BLOCK_S = 0.02
+"""The duration of a block of sound, as in ``bench.turns``. A block delays what is found in it."""
 STAGGER_S = 0.65
 """Between the starts of two sessions."""
 
@@ -45,7 +47,7 @@ async def listen(server: Server, heard: Heard, sentences: int, after_s: float) -
     conversation = turns.converse([turns.say(text) for text in turns.SENTENCES[:sentences]], heard.noise_db)
     asked = config(turn_detection={"type": heard.detection, "create_response": False})
     try:
-        async with talking(server.client, asked, 0.0) as user:
+        async with talking(server.client, asked, 0.0, BLOCK_S) as user:
             spoken = user.microphone.say(at_rate(conversation.sound))
             await asyncio.sleep(spoken.ends - time.monotonic() + AFTER_S)
             started, stopped = (user.seen(f"input_audio_buffer.speech_{name}") for name in ("started", "stopped"))

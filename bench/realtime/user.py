@@ -1,8 +1,8 @@
 """A user of a hands-free session: a microphone, a player, and what the client's events say.
 
 Rules
-1. The microphone sends a block of sound every ``BLOCK_S``, when its last sample has been recorded. A block that is late
-   is sent at once, and later blocks are not moved: the times of samples are those of a clock, not those of sending.
+1. The microphone sends a block of sound as soon as its last sample has been recorded. A block that is late is sent at
+   once, and later blocks are not moved: the times of samples are those of a clock, not those of sending.
 2. The player plays an answer as soon as it arrives, with ``playback.BUDGET_S`` of budget.
 3. A connection that ends early raises ``openai``'s or ``websockets``' error out of ``talking``. The client does not
    connect again.
@@ -29,8 +29,8 @@ from bench import turns
 from omni_actors.playback import BUDGET_S, Playback
 
 RATE = 24_000
-BLOCK_S = 0.02
-_SIZE = round(RATE * BLOCK_S)
+BLOCK_S = 0.04
+"""The duration of a block of sound, unless a part asks for another one."""
 _BYTES_PER_S = 2 * RATE
 
 
@@ -111,32 +111,33 @@ class Answer:
 class Microphone:
     """Sends what the user says, and white noise, at real time.
 
-    noise: the RMS of the noise, of a full scale of 1.
+    noise: the RMS of the noise, of a full scale of 1. block_s: the duration of a block.
     """
 
-    def __init__(self, connection: Any, noise: float, seed: int = 0) -> None:
-        self._connection, self._noise = connection, noise
-        self._random = np.random.default_rng(seed)
+    def __init__(self, connection: Any, noise: float, block_s: float) -> None:
+        self._connection, self._noise, self._block_s = connection, noise, block_s
+        self._random = np.random.default_rng(0)
         self._speech = np.empty(0, np.float32)
         self._began, self._blocks = 0.0, 0
 
     async def run(self) -> None:
         """Send sound until cancelled."""
         self._began = time.monotonic()
+        size = round(RATE * self._block_s)
         while True:
-            block, self._speech = self._speech[:_SIZE], self._speech[_SIZE:]
+            block, self._speech = self._speech[:size], self._speech[size:]
             self._blocks += 1
-            sound = self._noise * self._random.standard_normal(_SIZE)
+            sound = self._noise * self._random.standard_normal(size)
             sound[: len(block)] += block
             data = (sound.clip(-1, 1) * 32767).astype("<i2").tobytes()
-            await asyncio.sleep(self._began + self._blocks * BLOCK_S - time.monotonic())
+            await asyncio.sleep(self._began + self._blocks * self._block_s - time.monotonic())
             await self._connection.input_audio_buffer.append(audio=base64.b64encode(data).decode())
 
     def say(self, sound: turns.Sound) -> Spoken:
         """Speak with the next block. Nothing else is being said. Return when."""
         assert not len(self._speech)
         self._speech = sound
-        position_s = self._blocks * BLOCK_S
+        position_s = self._blocks * self._block_s
         begins = self._began + position_s
         return Spoken(begins, begins + len(sound) / RATE, position_s)
 
@@ -150,8 +151,8 @@ class User:
         errors: the messages of ``error`` events.
     """
 
-    def __init__(self, connection: Any, noise: float) -> None:
-        self.connection, self.microphone = connection, Microphone(connection, noise)
+    def __init__(self, connection: Any, noise: float, block_s: float) -> None:
+        self.connection, self.microphone = connection, Microphone(connection, noise, block_s)
         self.answer, self.errors = Answer(), list[str]()
         self._events: defaultdict[str, asyncio.Queue[tuple[float, Any]]] = defaultdict(asyncio.Queue)
 
@@ -187,13 +188,15 @@ class User:
 
 
 @asynccontextmanager
-async def talking(client: openai.AsyncOpenAI, config: dict[str, Any], noise: float) -> AsyncIterator[User]:
-    """Open a session with a configuration, and a microphone that is on. noise: see ``Microphone``.
+async def talking(
+    client: openai.AsyncOpenAI, config: dict[str, Any], noise: float, block_s: float = BLOCK_S
+) -> AsyncIterator[User]:
+    """Open a session with a configuration, and a microphone that is on. noise, block_s: see ``Microphone``.
 
     Raises ExceptionGroup: the session ended early.
     """
     async with client.realtime.connect(max_retries=0) as connection:
-        user = User(connection, noise)
+        user = User(connection, noise, block_s)
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(user.listen())
             await connection.session.update(session=config)  # type: ignore[arg-type]  # a TypedDict

@@ -173,6 +173,21 @@ def test_the_keys_work_and_what_the_pipeline_cannot_do_is_not_shown(lively: Serv
         assert page.errors == []
 
 
+@pytest.mark.slow
+def test_the_page_shows_one_of_several_pipelines_and_changes_to_another(start: Start) -> None:
+    chosen = "document.querySelector('.bar select')?.value"
+    with start("other=echo") as server, open_page() as page:
+        page.open(server.url)
+        page.wait(f"{chosen} === 'studio'")
+        page.evaluate(
+            "(() => { const each = document.querySelector('.bar select'); each.value = 'other';"
+            "each.dispatchEvent(new Event('change', {bubbles: true})); })()"
+        )
+        page.wait(f"location.search === '?pipeline=other' && {chosen} === 'other'")
+        page.wait(f"document.querySelector({json.dumps(in_stage('first', '.dot'))})")
+        assert page.errors == []
+
+
 def test_a_stopped_answer_is_aborted_in_the_server(lively: Server) -> None:
     before = lively.aborted()
     with open_page() as page:

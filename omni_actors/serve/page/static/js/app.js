@@ -68,7 +68,7 @@ function Header({ state, isConnected, theme, toggleTheme, setDialog, pipelines }
   return html`<header class="bar">
     <span class="brand"><span class="mark" aria-hidden="true"></span>omni_actors</span>
     ${pipelines.length > 1 ? html`<select aria-label="pipeline" value=${state.pipeline} onChange=${choose}>
-      ${pipelines.map((name) => html`<option>${name}</option>`)}</select>`
+      ${pipelines.map((name) => html`<option value=${name}>${name}</option>`)}</select>`
       : html`<span class="model">${state.pipeline}</span>`}
     <span class="status" data-state=${status} role="status"><i class="dot" aria-hidden="true"></i>${status}</span>
     <span class="space"></span>
