@@ -1,9 +1,9 @@
 """When the sound of an answer may leave.
 
 Rules
-1. Sound leaves at most ``AHEAD_S`` before a client that plays it at once needs it, so that an interruption has little
-   to discard.
-2. No clock and no trio here: the caller gives the time.
+1. Sound leaves at most ``AHEAD_S`` before the client needs it, so that an interruption has little to discard.
+2. What the client does is not known. It counts as the player by which underruns are counted (``playback``).
+3. No clock and no trio here: the caller gives the time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Pacer:
     """
 
     def __init__(self, ahead_s: float = AHEAD_S) -> None:
-        self._ahead_s, self._player = ahead_s, Playback(0.0)
+        self._ahead_s, self._player = ahead_s, Playback()
         self.sent_s = 0.0
         """The duration of the sound that has left."""
 
@@ -35,9 +35,9 @@ class Pacer:
         self.sent_s += duration_s
 
     def played_s(self, now: float) -> float:
-        """Return how much of the sound a client has played that plays it at once."""
-        return self.sent_s - self.unplayed_s(now)
+        """Return how much of the sound the player has played."""
+        return max(0.0, self.sent_s - self.unplayed_s(now))
 
     def unplayed_s(self, now: float) -> float:
-        """Return how much of the sound that has left such a client has not played yet."""
+        """Return how long the player will play, its wait before the first sound included."""
         return max(0.0, self._player.ahead_s(now))

@@ -346,7 +346,7 @@ class Session:
         return self._responses.current is not None
 
     def is_playing(self) -> bool:
-        """Return whether an answer is computed or, at a client that plays it at once, played."""
+        """Return whether an answer is computed or, as far as the server knows, played."""
         return self._responses.is_playing()
 
     def respond_to_turn(self) -> None:

@@ -4,8 +4,7 @@ Rules
 1. There is one response of the conversation at a time. Beside it run at most ``MOST_APART`` responses that are out of
    the conversation. They are no part of turn taking: speech does not cut them, and they keep no turn from an answer.
 2. A response is cut in ``_cut`` alone. What follows in the conversation comes after its last events.
-3. The newest response of the conversation may be played at the client after its end. It counts as played at once, as it
-   leaves.
+3. The newest response of the conversation may be played at the client after its end: ``pacer`` says what was played.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class SessionResponses:
         response.done.set()
 
     def is_playing(self) -> bool:
-        """Return whether an answer is computed or, at a client that plays it at once, played."""
+        """Return whether an answer is computed or, as far as the server knows, played."""
         if self.current is not None:
             return True
         return self._latest is not None and self._latest.pacer.unplayed_s(trio.current_time()) > 0

@@ -114,5 +114,11 @@ def test_fast_sound_is_not_held_back_at_the_begin() -> None:
     for _ in range(15):
         waits.append(pacer.wait_s(0.0))
         pacer.sent(0.0, 0.2)
-    assert waits[:11] == [0.0] * 11
-    assert waits[-1] == pytest.approx(0.8)
+    assert waits[:10] == [0.0] * 10
+    assert waits[-1] == pytest.approx(0.9)
+
+
+def test_nothing_counts_as_played_before_the_player_begins() -> None:
+    pacer = Pacer()
+    pacer.sent(10.0, 1.0)
+    assert [pacer.played_s(at) for at in (10.0, 10.1, 10.6, 12.0)] == pytest.approx([0.0, 0.0, 0.5, 1.0])
