@@ -208,7 +208,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow: Server, terminal: Cal
     child.expect("Ctrl-D or /quit ends")
     child.expect(PROMPT)
     child.send("/stats\r")
-    child.expect("1 answers")
+    child.expect("1 answer, ")
     child.expect(PROMPT)
     child.sendeof()
     assert exit_code(child) == 0

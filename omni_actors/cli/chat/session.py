@@ -135,4 +135,4 @@ class Session:
             line += (
                 f"   {last.sound_s:.1f} s of speech   RTF {figures['rtf']:.2f}   underruns {figures['underruns']:.0f}"
             )
-        return [line, f"{self._answers} answers, {self._tokens} tokens"]
+        return [line, f"{self._answers} answer{'s' if self._answers > 1 else ''}, {self._tokens} tokens"]

@@ -145,7 +145,7 @@ class Completion:
         self.finish_reasons[index] = output.data.get("finish_reason", self.finish_reasons[index])
         if "completion_tokens" in output.data:
             self._tokens[index] = output.data["prompt_tokens"], output.data["completion_tokens"]
-        return output.delta if isinstance(output.delta, str) else ""
+        return output.delta if isinstance(output.delta, str) and output.modality == "text" else ""
 
     @property
     def usage(self) -> dict[str, int] | None:

@@ -11,6 +11,8 @@ import openai
 import pytest
 import soundfile
 
+from tests.support.http_server import Start
+
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -61,6 +63,13 @@ def test_a_streamed_spoken_answer(client: openai.OpenAI, format: str, rate: int)
     sound = b"".join(base64.b64decode(delta.data) for delta in deltas if delta.data)
     assert _seconds(sound, format, rate) == pytest.approx(0.3, abs=0.001)
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_words_of_a_spoken_answer_are_those_of_its_text_alone(start: Start) -> None:
+    """The last stage of "echo" is one for sound, and repeats the text."""
+    with start(config="echo") as server, server.openai() as client:
+        answer = ask(client, model="echo", modalities=["text", "audio"], audio={"format": "wav", "voice": "any"})
+        assert answer.choices[0].message.audio.transcript == "hello"
 
 
 @pytest.mark.parametrize("stream", [False, True])
