@@ -14,9 +14,10 @@ from typing import Any
 from bench import turns
 from bench.realtime.server import Server, config
 from bench.realtime.user import SESSION_ERRORS, Spoken, at_rate, reasons, talking
+from omni_actors.stress.report import percentile
 
-AFTER_S = 1.0
-"""How long the session lasts behind the last pause."""
+AFTER_S = 5.0
+"""How long the session lasts behind the last pause: events may be late."""
 BLOCK_S = 0.02
 """The duration of a block of sound, as in ``bench.turns``. A block delays what is found in it."""
 STAGGER_S = 0.65
@@ -29,6 +30,7 @@ class Heard:
 
     positions_s: as ``ends_s``, but in the sound: where the server found the end.
     wrong: how many sentences were cut, missed or joined.
+    late_s: how late the blocks of sound were sent, at the 95th percentile.
     lost: why the session ended early; empty if it did not.
     """
 
@@ -38,6 +40,7 @@ class Heard:
     ends_s: list[float]
     positions_s: list[float]
     wrong: int
+    late_s: float = 0.0
     lost: str = ""
 
 
@@ -50,6 +53,7 @@ async def listen(server: Server, heard: Heard, sentences: int, after_s: float) -
         async with talking(server.client, asked, 0.0, BLOCK_S) as user:
             spoken = user.microphone.say(at_rate(conversation.sound))
             await asyncio.sleep(spoken.ends - time.monotonic() + AFTER_S)
+            heard.late_s = percentile(user.microphone.late_s, 95) or 0.0
             started, stopped = (user.seen(f"input_audio_buffer.speech_{name}") for name in ("started", "stopped"))
         compare(heard, spoken, conversation, started, stopped)
     except* SESSION_ERRORS as lost:
@@ -63,17 +67,23 @@ def compare(
     started: list[tuple[float, Any]],
     stopped: list[tuple[float, Any]],
 ) -> None:
-    """Add to ``heard`` the delays of the events that arrived, and the number of wrong sentences."""
+    """Add to ``heard`` the delays of the events that arrived, and the number of wrong sentences.
+
+    An event belongs to a sentence by its place in the sound, however late it arrives. Because of the padding, a start
+    may be in the pause before the sentence.
+    """
+    offset_ms = 1000 * spoken.position_s
+    pause_ms = 1000 * turns.PAUSE_S
     for begin_ms, end_ms in conversation.spoken_ms:
-        begin, end = (spoken.begins + ms / 1000 for ms in (begin_ms, end_ms))
-        limit = end + turns.PAUSE_S
-        starts, ends = ([each for each in events if begin <= each[0] < limit] for events in (started, stopped))
-        if (len(starts), len(ends)) != (1, 1) or ends[0][0] < end:
+        first, last = begin_ms + offset_ms, end_ms + offset_ms
+        starts = [at for at, each in started if first - pause_ms / 2 <= each.audio_start_ms < last + pause_ms / 2]
+        ends = [(at, each.audio_end_ms) for at, each in stopped if first <= each.audio_end_ms < last + pause_ms]
+        if (len(starts), len(ends)) != (1, 1) or ends[0][1] < last:
             heard.wrong += 1
             continue
-        heard.starts_s.append(starts[0][0] - begin)
-        heard.ends_s.append(ends[0][0] - end)
-        heard.positions_s.append((ends[0][1].audio_end_ms - end_ms) / 1000 - spoken.position_s)
+        heard.starts_s.append(starts[0] - spoken.begins - begin_ms / 1000)
+        heard.ends_s.append(ends[0][0] - spoken.begins - end_ms / 1000)
+        heard.positions_s.append((ends[0][1] - last) / 1000)
 
 
 async def measure(server: Server, sentences: int, found: list[Heard]) -> None:

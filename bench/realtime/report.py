@@ -129,20 +129,15 @@ def turn_bounds(found: Sequence[Heard]) -> list[Bound]:
 
 def show_turns(console: Console, found: Sequence[Heard]) -> None:
     """Print a row for each session."""
-    shares = "p50 / p95 / most, ms"
-    table = Table(
-        "detection",
-        "noise",
-        "sentences",
-        "wrong",
-        f"start at the client, {shares}",
-        "end in the sound",
-        "end at the client",
-    )
+    delays = [
+        f"{what}, p50 / p95 / most, ms" for what in ("start at the client", "end in the sound", "end at the client")
+    ]
+    table = Table("detection", "noise", "sentences", "wrong", *delays, "sound sent late, p95, ms")
     for each in found:
         noise = "none" if each.noise_db is None else f"-{each.noise_db} dB"
-        delays = [quantiles(values, 50, 95, 100) for values in (each.starts_s, each.positions_s, each.ends_s)]
-        table.add_row(each.detection, noise, str(len(each.ends_s) + each.wrong), str(each.wrong), *delays)
+        values = [quantiles(delays_s, 50, 95, 100) for delays_s in (each.starts_s, each.positions_s, each.ends_s)]
+        counts = (str(len(each.ends_s) + each.wrong), str(each.wrong))
+        table.add_row(each.detection, noise, *counts, *values, f"{1000 * each.late_s:.0f}")
     console.print(table)
     for each in found:
         if each.lost:

@@ -111,13 +111,20 @@ class Answer:
 class Microphone:
     """Sends what the user says, and white noise, at real time.
 
-    noise: the RMS of the noise, of a full scale of 1. block_s: the duration of a block.
+    Args:
+        connection: of the session.
+        noise: the RMS of the noise, of a full scale of 1.
+        block_s: the duration of a block.
+
+    Attributes:
+        late_s: how late each block was sent. It is the client's share of all delays.
     """
 
     def __init__(self, connection: Any, noise: float, block_s: float) -> None:
         self._connection, self._noise, self._block_s = connection, noise, block_s
         self._random = np.random.default_rng(0)
         self._speech = np.empty(0, np.float32)
+        self.late_s: list[float] = []
         self._began, self._blocks = 0.0, 0
 
     async def run(self) -> None:
@@ -130,7 +137,9 @@ class Microphone:
             sound = self._noise * self._random.standard_normal(size)
             sound[: len(block)] += block
             data = (sound.clip(-1, 1) * 32767).astype("<i2").tobytes()
-            await asyncio.sleep(self._began + self._blocks * self._block_s - time.monotonic())
+            due = self._began + self._blocks * self._block_s
+            await asyncio.sleep(due - time.monotonic())
+            self.late_s.append(time.monotonic() - due)
             await self._connection.input_audio_buffer.append(audio=base64.b64encode(data).decode())
 
     def say(self, sound: turns.Sound) -> Spoken:

@@ -157,16 +157,22 @@ def test_words_that_were_not_recognized_get_times_from_their_neighbours() -> Non
     assert barge_in.word_times("Not a word of it", []) == [math.inf] * 5
 
 
+STARTED = ((102.1, 9.3), (107.1, 14.3), (109.0, 16.2), (112.2, 19.3))
+STOPPED = ((105.5, 12.9), (108.8, 16.0), (110.5, 17.9), (118.0, 23.0))
+"""The third sentence's end arrives late, and counts."""
+
+
 def test_sentences_that_are_cut_missed_or_found_too_soon_are_wrong() -> None:
     silence = np.zeros(0, np.float32)
     conversation = turns.Conversation(
         silence, [(2000.0 + 5000 * number, 5000.0 + 5000 * number) for number in range(4)]
     )
-    started = [(at, None) for at in (102.1, 107.1, 108.0, 112.1)]
-    stopped = [(at, SimpleNamespace(audio_end_ms=1000 * at - 92_600)) for at in (105.5, 107.9, 110.5, 114.9)]
+    # Each event: when it arrived, and where it is in the session's sound, in which the conversation begins at 7.5 s.
+    started = [(at, SimpleNamespace(audio_start_ms=1000 * place)) for at, place in STARTED]
+    stopped = [(at, SimpleNamespace(audio_end_ms=1000 * place)) for at, place in STOPPED]
     found = end_of_turn.Heard("server_vad", None, [], [], [], 0)
     end_of_turn.compare(found, Spoken(100.0, 122.0, 7.5), conversation, started, stopped)
-    assert found.wrong == 3
-    assert found.starts_s == pytest.approx([0.1])
-    assert found.ends_s == pytest.approx([0.5])
-    assert found.positions_s == pytest.approx([0.4])
+    assert found.wrong == 2, "the second one was cut, and the last one missed"
+    assert found.starts_s == pytest.approx([0.1, 0.2])
+    assert found.ends_s == pytest.approx([0.5, 3.0])
+    assert found.positions_s == pytest.approx([0.4, 0.5])
