@@ -182,13 +182,15 @@ class AutoscaleFailed(LogEvent, frozen=True, kw_only=True):
 
 
 class ServerListening(LogEvent, frozen=True, kw_only=True):
-    """The server accepts connections, and its stages load."""
+    """The server accepts connections, and its stages load. page: the URL of the page for browsers, if there is one."""
 
     url: str
     pipeline: str
+    page: str | None
 
     def __str__(self) -> str:
-        return f"listening on {self.url}; loading {self.pipeline}"
+        page = "" if self.page is None else f"; the page is at {self.page}"
+        return f"listening on {self.url}; loading {self.pipeline}{page}"
 
 
 class ServerReady(LogEvent, frozen=True, kw_only=True):

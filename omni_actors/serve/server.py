@@ -200,7 +200,8 @@ class _Server:
                 max_message_bytes=self._settings.max_event_bytes,
                 tls=lambda: None if self._certificates is None else self._certificates.context,
             )
-            self._report(ServerListening(url=url, pipeline=", ".join(self._pipelines.by_name)))
+            page = f"{url}/" if self._settings.has_page else None
+            self._report(ServerListening(url=url, pipeline=", ".join(self._pipelines.by_name), page=page))
             try:
                 await listener.run(self._stop, self._settings.drain_s, self._end_requests)
             except SocketLost as error:

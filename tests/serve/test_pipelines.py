@@ -64,6 +64,11 @@ def test_a_request_goes_to_the_pipeline_that_it_names(both: Server) -> None:
         assert "'twin'" in caught.value.message
 
 
+def test_the_first_line_names_the_pipelines_and_the_page(both: Server) -> None:
+    first = both.stdout.splitlines()[0]
+    assert first == f"listening on {both.url}; loading mind, twin; the page is at {both.url}/"
+
+
 def test_a_full_pipeline_refuses_its_own_requests_only(both: Server) -> None:
     with both.openai() as client:
         both.wait_metric('omni_requests_in_flight{pipeline="twin"}', 0)

@@ -91,6 +91,10 @@ class Server(Api):
         super().__init__(self._announced("listening on ").split(";")[0], api_key)
 
     @property
+    def stdout(self) -> str:
+        return self._stdout.read_text()
+
+    @property
     def stderr(self) -> str:
         return self._stderr.read_text()
 
