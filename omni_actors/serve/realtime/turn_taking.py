@@ -191,7 +191,8 @@ class TurnTaking:
     async def _follow(self, event: Event) -> None:
         match event:
             case SpeechStarted():
-                self._sound.forget(self._begins_ms + event.at_ms, self._format)
+                if not self._is_announced:  # else the buffer begins where the turn does (rule 7)
+                    self._sound.forget(self._begins_ms + event.at_ms, self._format)
                 playing = self._session.is_playing()
                 self._held = event
                 if self._barge_in.started(event, playing=playing) is Decision.CUT:
