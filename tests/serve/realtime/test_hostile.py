@@ -29,6 +29,8 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"type": "session.update", "session": {"output_modalities": ["text"]}},
     {"type": "session.update", "session": {"audio": {"input": {"format": {"type": "audio/pcmu"}}}}},
     {"type": "session.update", "session": {"audio": {"input": {"transcription": {"model": "x"}}}}},
+    {"type": "session.update", "session": {"audio": {"input": {"transcription": {"language": "de"}}}}},
+    {"type": "session.update", "session": {"audio": {"input": {"turn_detection": None}}}},
     {"type": "input_audio_buffer.append", "audio": SOUND},
     {"type": "input_audio_buffer.commit"},
     {"type": "input_audio_buffer.clear"},
