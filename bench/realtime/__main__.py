@@ -1,6 +1,6 @@
 """The command. It prints each part when it ends, and exits with 1 when a bound is not met.
 
-A part that ends early, by an error or by Ctrl-C, is printed with what it has.
+A part that ends early, by an error, Ctrl-C or SIGTERM, is printed with what it has.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -34,6 +35,10 @@ class Measurement:
         self.bounds: list[report.Bound] = []
 
     async def run(self, parts: Sequence[str]) -> None:
+        """Measure the parts. SIGTERM cancels this."""
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         if "kills" in parts:
             for variant in self._plan["variants"]:
                 await self._kills(variant)
@@ -106,14 +111,18 @@ def main(only: tuple[str, ...], overrides: tuple[str, ...], json_file: Path | No
     warnings.filterwarnings("ignore", "connect\\(\\) must be used as a context manager", DeprecationWarning)
     console = Console(width=200)
     measurement = Measurement(console, overrides, plan)
+    is_complete = False
     try:
         asyncio.run(measurement.run(only or PARTS))
+        is_complete = True
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        console.print("interrupted")
     finally:
         report.show_bounds(console, measurement.bounds)
         if json_file is not None:
             bounds = [{**asdict(each), "met": each.is_met} for each in measurement.bounds]
             json_file.write_text(json.dumps(_finite({**measurement.figures, "bounds": bounds}), indent=1))
-    sys.exit(0 if all(each.is_met for each in measurement.bounds) else 1)
+    sys.exit(0 if is_complete and all(each.is_met for each in measurement.bounds) else 1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -97,16 +99,24 @@ def test_sessions_that_end_early_do_not_end_a_part() -> None:
     assert [each.is_met for each in report.kill_bounds(run)] == [False, False, True]
 
 
-def test_a_part_that_fails_is_printed_and_written_with_what_it_has(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("is_bug", [True, False])
+def test_a_part_that_ends_early_is_printed_and_written_with_what_it_has(
+    is_bug: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """By a bug, or by SIGTERM."""
+
     async def fail(run: kills.Run, **_: Any) -> None:
         run.asked.append(kills.Asked(0, "Why?", status="completed"))
-        raise RuntimeError("a bug")
+        if is_bug:
+            raise RuntimeError("a bug")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(kills, "measure", fail)
     done = CliRunner().invoke(main, ["--only", "kills", "--json", str(tmp_path / "figures.json")])
-    assert str(done.exception) == "a bug"
+    assert done.exit_code == 1
+    assert (str(done.exception) == "a bug") == is_bug
+    assert ("interrupted" in done.output) != is_bug
     assert "1 of 1" in done.output
     found = json.loads((tmp_path / "figures.json").read_bytes(), parse_constant=pytest.fail)
     assert [each["status"] for each in found["kills"][0]["asked"]] == ["completed"]
