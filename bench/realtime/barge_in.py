@@ -23,7 +23,7 @@ import soxr
 
 from bench import turns
 from bench.realtime.server import Server, config
-from bench.realtime.user import RATE, SESSION_ERRORS, noise_below, reasons, say, talking
+from bench.realtime.user import RATE, SESSION_ERRORS, SHORT_BLOCK_S, noise_below, reasons, say, talking
 from omni_actors.stages import assets
 
 STORIES = (
@@ -121,7 +121,8 @@ async def interrupt(server: Server, text: str, words: str, noise_db: int | None,
     sound = say(words)
     detection = {"type": "server_vad", "create_response": False}
     asked = {**config(turn_detection=detection), "max_output_tokens": MAX_TOKENS}
-    async with asyncio.timeout(ANSWER_S), talking(server.client, asked, noise_below(sound, noise_db)) as user:
+    noise = noise_below(sound, noise_db)
+    async with asyncio.timeout(ANSWER_S), talking(server.client, asked, noise, SHORT_BLOCK_S) as user:
         connection = user.connection
         content = [{"type": "input_text", "text": text}]
         await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})

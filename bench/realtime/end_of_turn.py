@@ -13,13 +13,11 @@ from typing import Any
 
 from bench import turns
 from bench.realtime.server import Server, config
-from bench.realtime.user import SESSION_ERRORS, Spoken, at_rate, reasons, talking
+from bench.realtime.user import SESSION_ERRORS, SHORT_BLOCK_S, Spoken, at_rate, reasons, talking
 from omni_actors.stress.report import percentile
 
 AFTER_S = 5.0
 """How long the session lasts behind the last pause: events may be late."""
-BLOCK_S = 0.02
-"""The duration of a block of sound, as in ``bench.turns``. A block delays what is found in it."""
 STAGGER_S = 0.65
 """Between the starts of two sessions."""
 
@@ -50,7 +48,7 @@ async def listen(server: Server, heard: Heard, sentences: int, after_s: float) -
     conversation = turns.converse([turns.say(text) for text in turns.SENTENCES[:sentences]], heard.noise_db)
     asked = config(turn_detection={"type": heard.detection, "create_response": False})
     try:
-        async with talking(server.client, asked, 0.0, BLOCK_S) as user:
+        async with talking(server.client, asked, 0.0, SHORT_BLOCK_S) as user:
             spoken = user.microphone.say(at_rate(conversation.sound))
             await asyncio.sleep(spoken.ends - time.monotonic() + AFTER_S)
             heard.late_s = percentile(user.microphone.late_s, 95) or 0.0

@@ -30,7 +30,9 @@ from omni_actors.playback import BUDGET_S, Playback
 
 RATE = 24_000
 BLOCK_S = 0.04
-"""The duration of a block of sound, unless a part asks for another one."""
+SHORT_BLOCK_S = 0.02
+"""The duration of a block of sound where delays are measured, as in ``bench.turns``: what is found in a block waits for
+its end."""
 _BYTES_PER_S = 2 * RATE
 
 
