@@ -15,6 +15,7 @@ class WorkerExit:
         exit_code: Its exit code; None if a signal ended it.
         stderr_tail: The last lines that it wrote to stderr.
         reason: Why the supervisor ended it ("no progress for 30 s (step_timeout_s)"); None if it died by itself.
+        node: The node on which it ran; None without a cluster.
     """
 
     pid: int
@@ -22,10 +23,12 @@ class WorkerExit:
     exit_code: int | None
     stderr_tail: tuple[str, ...] = ()
     reason: str | None = None
+    node: str | None = None
 
     def __str__(self) -> str:
         how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
-        return f"pid {self.pid} {how}" + (f": {self.reason}" if self.reason else "")
+        where = f" on node {self.node}" if self.node else ""
+        return f"pid {self.pid}{where} {how}" + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True)

@@ -43,17 +43,19 @@ def record(event: LogEvent) -> None:
     log.log(event.level, "%s", event, extra={"event": event})
 
 
-class WorkerEvent(LogEvent, frozen=True, kw_only=True):
+class WorkerEvent(LogEvent, frozen=True, kw_only=True, omit_defaults=True):
     """An event in the life of one worker.
 
     Attributes:
         stage, replica, generation, pid: which worker.
+        node: the node on which it ran; None, and not in the log, without a cluster.
     """
 
     stage: str
     replica: int
     generation: int
     pid: int | None
+    node: str | None = None
 
     @property
     def worker(self) -> str:
@@ -86,7 +88,7 @@ class WorkerDied(WorkerEnd, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if self.pid is None:
             return f"{self.worker} could not be started: {self.reason}"
-        exit = WorkerExit(self.pid, self.signal, self.exit_code, reason=self.reason)
+        exit = WorkerExit(self.pid, self.signal, self.exit_code, reason=self.reason, node=self.node)
         return f"{self.worker} died: {exit}; it held {_requests(self.requests)}"
 
 

@@ -38,8 +38,11 @@ from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import MailboxFull
 from omni_actors.protocol.packets import close_all
 from omni_actors.supervisor.process import LocalSpawner, SpawnFailed, Worker
+from ringbuf import RingStatistics
 
 ROLE: Final = "control"
+REPORT_S: Final = 0.5
+"""How often the counters of rings are reported while they change."""
 LOG_LINES: Final = 1000
 """Lines of the workers' stderr are dropped while so many messages wait to be sent."""
 
@@ -120,6 +123,7 @@ class _Agent:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write)
                     nursery.start_soon(self._renew)
+                    nursery.start_soon(self._report)
                     await self._obey(nursery)
         finally:
             log.close()
@@ -135,8 +139,16 @@ class _Agent:
         """Ask for renewals until cancelled. The kernel enforces the end of the lease."""
         while True:
             self._connection.post(control.Renew(now()))
-            self._connection.post(control.Statistics(self._rings.statistics()))
             await trio.sleep(self._lease.lease_s / RENEWALS)
+
+    async def _report(self) -> None:
+        """Report the counters of the rings when they have changed, until cancelled."""
+        reported: dict[int, RingStatistics] = {}
+        while True:
+            if (counters := self._rings.statistics()) != reported:
+                self._connection.post(control.Statistics(counters))
+                reported = counters
+            await trio.sleep(REPORT_S)
 
     async def _obey(self, nursery: trio.Nursery) -> None:
         """Do what the parent says until the connection ends."""

@@ -2,7 +2,7 @@
 
 Rules
 1. If neither end is on the parent's node, the parent has no memory of it: it has no descriptors here, and its counters
-   are those that the agents report with their renewals.
+   are those that the agents report.
 2. If one end is, the parent has that part of it, and its pump has the other end of this part.
 3. Claiming an end on another node raises RingClosed. The supervisor claims such an end only to close it, because its
    worker is dead. The agent then claims and closes it.
@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 
 from omni_actors.cluster.control import CloseRing
 from omni_actors.cluster.remote_agent import RemoteAgent
+from omni_actors.supervisor.nodes import LinkState
 from ringbuf import Consumer, Producer, Ring, RingClosed, RingStatistics
 
 End: TypeAlias = Literal["producer", "consumer"]
@@ -61,6 +62,26 @@ class ClusterRing:
             return self._here.statistics()
         counters = (agent.statistics(self._generation) for agent in self._agents.values())
         return next((each for each in counters if each), RingStatistics(self._capacity, 0, 0, 0))
+
+    def link(self, parent: str) -> LinkState:
+        """Return the state of its link, if its ends are on two nodes. parent: the name of the parent's node."""
+        nodes = [self._agents[end].node if end in self._agents else parent for end in ("producer", "consumer")]
+        sent, arrived = self._counters("producer"), self._counters("consumer")
+        return LinkState(
+            from_node=nodes[0],
+            to_node=nodes[1],
+            messages=arrived.messages,
+            payload_bytes=arrived.payload_bytes,
+            waiting_bytes=max(0, sent.payload_bytes - arrived.payload_bytes),  # the counters are of two times
+        )
+
+    def _counters(self, end: End) -> RingStatistics:
+        """Return the counters of the part at one end. Those of another node are zero until it has reported some."""
+        agent = self._agents.get(end)
+        found = agent.statistics(self._generation) if agent is not None else None
+        if agent is None and self._here is not None:
+            found = self._here.statistics()
+        return found or RingStatistics(self._capacity, 0, 0, 0)
 
     def close(self) -> None:
         self._on_close()

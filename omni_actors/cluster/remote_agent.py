@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeAlias
@@ -24,6 +25,7 @@ from omni_actors.cluster.lease import GrantedLease
 from omni_actors.cluster.remote_worker import RemoteMailbox, RemoteWorker
 from omni_actors.platform.kill_timer import now
 from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.nodes import NodeCondition, NodeState
 from omni_actors.supervisor.process import SpawnFailed
 from ringbuf import RingStatistics
 
@@ -36,7 +38,8 @@ class RemoteAgent:
     """One agent.
 
     node: its node's name. number: its own, which no other agent of this parent has. on_lost: called once it is lost.
-    on_link_lost: called with the generation of a ring whose link has broken, and the reason.
+    on_link_lost: called with the generation of a ring whose link has broken, and the reason. earlier_loss: why the
+    agent before it was given up, if there was one.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class RemoteAgent:
         *,
         on_lost: Callable[[], None],
         on_link_lost: Callable[[int, str], None],
+        earlier_loss: str | None = None,
     ) -> None:
         self.node, self.number = node, number
         self.links = ("", 0)
@@ -54,6 +58,7 @@ class RemoteAgent:
         self.cpus, self.pid = 0, 0
         self.lost: str | None = None
         """Why it was given up."""
+        self._earlier_loss, self._since = earlier_loss, time.time()
         self.up, self.fenced = trio.Event(), trio.Event()
         """up: it runs and has a lease, or is lost. fenced: no worker of it runs any more."""
         self._process_ended = trio.Event()
@@ -75,9 +80,23 @@ class RemoteAgent:
         return self._connection.posted
 
     def statistics(self, generation: int) -> RingStatistics | None:
-        """Return the counters of a ring of the agent, as they were at its last renewal; None before that."""
+        """Return the counters of a ring of the agent, as it has reported them last; None before that."""
         counters = self._rings.get(generation)
         return None if counters is None else RingStatistics(*counters)
+
+    def state(self) -> NodeState:
+        """Return the state of the node."""
+        condition: NodeCondition = "alive" if self.up.is_set() else "starting"
+        ends_at = self._lease.silent_at if self.up.is_set() else None
+        if self.lost is not None:
+            condition, ends_at = ("fenced", None) if self.fenced.is_set() else ("lost", self._lease.safe_at)
+        return NodeState(
+            state=condition,
+            since=self._since,
+            why=self._earlier_loss if condition == "starting" else self.lost,
+            lease_left_s=None if ends_at is None else round(max(0.0, ends_at - now()), 1),
+            agent_pid=self.pid if self.pid and condition == "alive" else None,
+        )
 
     @asynccontextmanager
     async def spawn(
@@ -141,19 +160,23 @@ class RemoteAgent:
                 worker.on_dead()
             else:
                 worker.on_not_spawned(self._why_lost())
+        self._fence()
+
+    def _fence(self) -> None:
+        self._since = time.time()
         self.fenced.set()
 
     def give_up(self, reason: str) -> None:
         """Give the agent up, for this reason; only the first one counts. Harmless when it is lost already."""
         if self.lost is None:
-            self.lost = reason
+            self.lost, self._since = reason, time.time()
             self._lease.give_up()
             self._connection = None
             self._scope.cancel()
             self._on_lost()
             self.up.set()
             if not self._ran:
-                self.fenced.set()
+                self._fence()
             for worker in self._workers.values():
                 worker.mailbox.fail(self._why_lost())
 
@@ -192,7 +215,9 @@ class RemoteAgent:
             case control.Renew(asked_at):
                 if self._lease.grant(now()):
                     self.post(control.Granted(asked_at))
-                    self.up.set()
+                    if not self.up.is_set():
+                        self._since = time.time()
+                        self.up.set()
             case control.Statistics(rings):
                 self._rings = rings
             case control.LinkLost(generation, reason):

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import trio
 
@@ -32,7 +33,8 @@ from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.cluster.remote_worker import RemoteWorker
 from omni_actors.config.devices import VISIBLE
 from omni_actors.errors import ClusterUnavailable, NoPlace
-from omni_actors.protocol.messages import Address
+from omni_actors.protocol.messages import NODE_VARIABLE, Address
+from omni_actors.supervisor.nodes import LinkState, NodeState
 from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner, SpawnFailed, Worker
 from ringbuf import Ring
 
@@ -85,6 +87,14 @@ class Places(Protocol):
         ...
 
 
+class _Link(NamedTuple):
+    """The link of one ring."""
+
+    producer: Address
+    consumer: Address
+    ring: ClusterRing
+
+
 class ClusterSpawner:
     """See ``Spawner``. Open it with ``open_cluster``, which has the arguments."""
 
@@ -100,6 +110,7 @@ class ClusterSpawner:
     ) -> None:
         self._nodes = {node.name: node for node in nodes}
         self._starter, self._places, self._lease_s, self._start_s = starter, places, lease_s, start_s
+        self._parent = next(node.name for node in nodes if node.has(PARENT))
         self._secret = secrets.token_bytes(32)
         self._local = LocalSpawner()
         self._host, self._port = host, 0
@@ -111,8 +122,9 @@ class ClusterSpawner:
         self._placed: dict[Address, RemoteAgent | None] = {}
         """Where each worker runs; None: on the parent's node."""
         self._workers: dict[Address, RemoteWorker] = {}
-        self._links: dict[int, tuple[Address, Address]] = {}
-        """Producer and consumer of each ring that has a link."""
+        self._links: dict[int, _Link] = {}
+        """By the ring's generation."""
+        self._opened = time.time()
         self._pump: Pump
         self._nursery: trio.Nursery | None = None
 
@@ -125,6 +137,15 @@ class ClusterSpawner:
     def agents(self) -> Mapping[str, RemoteAgent]:
         """The newest agent of each node."""
         return self._agents
+
+    def nodes(self) -> dict[str, NodeState]:
+        """Return the state of each node, the parent's first. See ``HasNodes``."""
+        here = NodeState(state="alive", since=self._opened, parent=True)
+        return {self._parent: here, **{name: agent.state() for name, agent in self._agents.items()}}
+
+    def links(self) -> dict[tuple[Address, Address], LinkState]:
+        """Return the state of each link, by producer and consumer. See ``HasNodes``."""
+        return {(link.producer, link.consumer): link.ring.link(self._parent) for link in self._links.values()}
 
     # Workers and rings.
 
@@ -142,18 +163,20 @@ class ClusterSpawner:
             at = self._places.find(address)
         except NoPlace as error:
             raise SpawnFailed(str(error)) from error
+        environment = {**environment, NODE_VARIABLE: at.node}
         if at.devices:
-            environment = {**environment, VISIBLE: ",".join(at.devices)}
+            environment[VISIBLE] = ",".join(at.devices)
         agent = self._placed[address] = None if self._nodes[at.node].has(PARENT) else self._agents[at.node]
         self._places.started(address)
         try:
             if agent is None:
                 local = self._local.spawn(address, mailbox_capacity, environment=environment, lock_fds=lock_fds)
                 async with local as worker:
+                    worker.node = at.node
                     yield worker
             else:
                 async with agent.spawn(address, mailbox_capacity, environment) as remote:
-                    self._workers[address] = remote
+                    self._workers[address], remote.node = remote, at.node
                     yield remote
         finally:
             del self._placed[address]
@@ -180,7 +203,6 @@ class ClusterSpawner:
                 on_close=lambda: None,
             )
         here = None if sender is not None and receiver is not None else Ring.create(capacity, generation=generation)
-        self._links[generation] = producer, consumer
         agents: dict[End, RemoteAgent] = {}
         if receiver is not None:
             agents["consumer"] = receiver
@@ -195,9 +217,11 @@ class ClusterSpawner:
         else:
             assert here is not None
             self._pump.send(generation, here.claim_consumer(), links)
-        return ClusterRing(
+        ring = ClusterRing(
             generation, capacity, here=here, agents=agents, on_close=lambda: self._close_link(generation)
         )
+        self._links[generation] = _Link(producer, consumer, ring)
+        return ring
 
     def _close_link(self, generation: int) -> None:
         del self._links[generation]
@@ -210,7 +234,9 @@ class ClusterSpawner:
     async def _judge_link(self, generation: int, reason: str) -> None:
         """Have a worker killed whose link has broken, unless the node or the worker at an end is lost (rule 3)."""
         await trio.sleep(LINK_S)
-        ends = self._links.get(generation, ())
+        if (link := self._links.get(generation)) is None:
+            return
+        ends = link.producer, link.consumer
         if any(agent is not None and agent.lost is not None for agent in map(self._placed.get, ends)):
             return
         for address in reversed(ends):
@@ -247,13 +273,14 @@ class ClusterSpawner:
         if missing := {agent.node: agent.lost for agent in first if agent.lost is not None}:
             raise ClusterUnavailable(missing)
 
-    def _new_agent(self, node: str) -> RemoteAgent:
+    def _new_agent(self, node: str, earlier_loss: str | None = None) -> RemoteAgent:
         return RemoteAgent(
             node,
             next(self._numbers),
             self._lease_s,
             on_lost=lambda: self._places.lose(node),
             on_link_lost=self._on_link_lost,
+            earlier_loss=earlier_loss,
         )
 
     async def _keep_agent(self, node: Node) -> None:
@@ -277,7 +304,7 @@ class ClusterSpawner:
                 self._expected.pop(agent.number, None)
             failures = failures + 1 if agent.pid == 0 else 0
             await trio.sleep(min(RESTART_S[1], RESTART_S[0] * 2.0 ** min(failures, 16)))
-            self._agents[node.name] = self._new_agent(node.name)
+            self._agents[node.name] = self._new_agent(node.name, agent.lost)
 
     async def _start_agent(self, agent: RemoteAgent) -> None:
         settings = AgentSettings(number=agent.number, parent=self.address, secret=self._secret, lease_s=self._lease_s)

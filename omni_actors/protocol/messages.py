@@ -15,6 +15,8 @@ import msgspec
 
 CLIENT = "client"
 """The stage name of the client: the parent feeds every input edge and reads every output edge under this name."""
+NODE_VARIABLE = "OMNI_ACTORS_NODE"
+"""The environment variable of a worker that has the name of its node, on a cluster."""
 FIRST_VERSION = "0"
 """The version of the weights that an engine has loaded at its start."""
 
@@ -280,7 +282,7 @@ class EngineFailed(_Control, frozen=True):
     capability: str | None = None
 
 
-class StageStats(msgspec.Struct, frozen=True, kw_only=True):
+class StageStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one stage did for one request. Times are CLOCK_MONOTONIC seconds, comparable between processes."""
 
     stage: str
@@ -293,6 +295,8 @@ class StageStats(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int
     sent_bytes: dict[str, int]
     """Bytes sent over each outgoing edge, by the consumer's address."""
+    node: str | None = None
+    """The name of the worker's node; None without a cluster."""
 
 
 class Finished(_Control, frozen=True):

@@ -76,6 +76,8 @@ class Worker(ABC):
 
     def __init__(self, pid: int, mailbox: WorkerMailbox) -> None:
         self.pid, self.mailbox = pid, mailbox
+        self.node: str | None = None
+        """The name of its node; None without a cluster."""
         self._exit: WorkerExit | None = None
         self._ending, self._dead = trio.Event(), trio.Event()
 

@@ -350,7 +350,8 @@ class Supervisor:
     def _report_death(self, replica: Replica, exit: WorkerExit) -> None:
         """Record the death of an incarnation, decide what follows, and report both to the listener."""
         incarnation, now = replica.incarnation, trio.current_time()
-        exit = replace(exit, reason=incarnation.reason)
+        node = None if incarnation.worker is None else incarnation.worker.node
+        exit = replace(exit, reason=incarnation.reason, node=node)
         replica.died_at = now if replica.died_at is None else replica.died_at
         replica.history.append(Death(replica.generation, time.time(), exit))
         incarnation.advance(IncarnationEvent.DIE)

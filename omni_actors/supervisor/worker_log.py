@@ -38,7 +38,13 @@ def died(replica: Replica, exit: WorkerExit, requests: int, why_given_up: str | 
 
 def _identity(replica: Replica) -> dict[str, Any]:
     """Return the fields of a log event that name a replica's current worker."""
-    return {"stage": replica.address.stage, "replica": replica.address.replica, "generation": replica.generation}
+    worker = replica.incarnation.worker
+    return {
+        "stage": replica.address.stage,
+        "replica": replica.address.replica,
+        "generation": replica.generation,
+        "node": None if worker is None else worker.node,
+    }
 
 
 def _lost_s(replica: Replica) -> float | None:

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from omni_actors.metrics import Gauges
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.supervisor.edges import Edges
+from omni_actors.supervisor.nodes import HasNodes
 from omni_actors.supervisor.replica import Replica, ReplicaState
 
 
-def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges) -> Gauges:
-    """Yield every figure of a system: of its requests, of each replica, and of each ring."""
+def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges, cluster: HasNodes | None) -> Gauges:
+    """Yield every figure of a system: of its requests, of each replica, and of each ring, node and link."""
     readers = orchestrator.readers
     for name, help, value in (
         ("requests_in_flight", "Admitted requests whose client does not have the whole answer", orchestrator.in_flight),
@@ -44,3 +45,25 @@ def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges
         yield "omni_ring_used_bytes", "Bytes in a ring now", labels, ring.used
         yield "omni_ring_capacity_bytes", "Capacity of a ring", labels, ring.capacity
         yield "omni_ring_payload_bytes", "Payload that has crossed a ring", labels, ring.payload_bytes
+    if cluster is not None:
+        yield from _of_nodes(cluster, replicas)
+
+
+def _of_nodes(cluster: HasNodes, replicas: Iterable[Replica]) -> Gauges:
+    for name, node in cluster.nodes().items():
+        yield "omni_node_alive", "1 while a node of the cluster is alive", {"node": name}, float(node.state == "alive")
+    for replica in replicas:
+        if (worker := replica.worker) is not None and worker.node is not None:
+            labels = {"stage": replica.address.stage, "replica": str(replica.address.replica), "node": worker.node}
+            yield "omni_stage_node", "1 for the node on which a replica's worker runs", labels, 1.0
+    for (producer, consumer), link in cluster.links().items():
+        ends = {"producer": str(producer), "consumer": str(consumer)}
+        labels = {**ends, "from_node": link.from_node, "to_node": link.to_node}
+        yield "omni_link_messages", "Records that have crossed a link between two nodes", labels, link.messages
+        yield "omni_link_payload_bytes", "Payload that has crossed a link", labels, link.payload_bytes
+        yield (
+            "omni_link_waiting_bytes",
+            "Payload that was sent into a link and has not arrived",
+            labels,
+            link.waiting_bytes,
+        )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from omni_actors.supervisor.nodes import NodeState
 from omni_actors.supervisor.replica import Replica, ReplicaState
 
 
@@ -17,6 +20,7 @@ class PastExit(msgspec.Struct, frozen=True, kw_only=True):
         exit_code: Its exit code; None if a signal ended it.
         signal: Name of the signal that ended it, such as "SIGKILL"; None if it exited.
         reason: Why the supervisor ended it; None if it died by itself.
+        node: The node on which it ran; None without a cluster.
     """
 
     generation: int
@@ -25,6 +29,7 @@ class PastExit(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None
     signal: str | None
     reason: str | None
+    node: str | None = None
 
 
 class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +48,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
         retry_in_s: Seconds until a failed replica is tried again; None if it is not.
         history: The ends of the latest workers, oldest first.
         devices: The devices that its workers see, as in CUDA_VISIBLE_DEVICES; empty on the CPU.
+        node: The node on which the current worker runs; None if there is no worker, or no cluster.
     """
 
     replica: int
@@ -57,6 +63,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
     retry_in_s: float | None
     history: list[PastExit]
     devices: tuple[str, ...] = ()
+    node: str | None = None
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,12 +74,14 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         errored: Failed stages leave no route from any input to any output.
         stages: The replicas of each stage.
         error: Why the first failed stage failed; None if none has.
+        nodes: The state of each node of a cluster, the parent's first; without a cluster, there are none.
     """
 
     ready: bool
     errored: bool
     stages: dict[str, list[ReplicaHealth]]
     error: str | None
+    nodes: Mapping[str, NodeState] = {}
 
 
 def replica_health(replica: Replica, *, standby: bool, now: float) -> ReplicaHealth:
@@ -97,8 +106,10 @@ def replica_health(replica: Replica, *, standby: bool, now: float) -> ReplicaHea
                 exit_code=death.exit.exit_code,
                 signal=death.exit.signal,
                 reason=death.exit.reason,
+                node=death.exit.node,
             )
             for death in replica.history
         ],
         devices=replica.spec.devices,
+        node=replica.worker.node if replica.worker else None,
     )

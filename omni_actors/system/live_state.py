@@ -23,6 +23,7 @@ from omni_actors.config import Pipeline
 from omni_actors.errors import Death
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.nodes import Links, LinkState, NodeCondition, NodeState
 from omni_actors.supervisor.replica import Replica
 from omni_actors.system.health import Health
 from omni_actors.system.live_requests import EPOCH, STDERR_LINES, LiveRequest, live_request
@@ -43,6 +44,7 @@ class LiveDeath(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         signal, exit_code: The signal that ended it, or its exit code.
         reason: Why the supervisor ended it; None if it died by itself.
         stderr: The last lines that it wrote to stderr.
+        node: The node on which it ran; None without a cluster.
     """
 
     generation: int
@@ -53,6 +55,7 @@ class LiveDeath(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     exit_code: int | None = None
     reason: str | None = None
     stderr: list[str] = []
+    node: str | None = None
 
 
 class LiveReplica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,6 +82,7 @@ class LiveReplica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     retry_at: float | None = None
     deaths: list[LiveDeath] = []
     figures: dict[str, float] = {}
+    node: str | None = None
 
 
 class LiveStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -120,6 +124,16 @@ class LiveRing(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int
 
 
+class LiveNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A node of a cluster, as in ``NodeState``, without what is left of its lease."""
+
+    state: NodeCondition
+    since: float
+    why: str | None = None
+    agent_pid: int | None = None
+    parent: bool = False
+
+
 class LiveState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The live state of a system.
 
@@ -131,6 +145,8 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             limit.
         stages: By name, in the order of the pipeline.
         rings: By "producer>consumer".
+        links: The links between nodes, by the name of their ring.
+        nodes: The nodes of a cluster, the parent's first; without a cluster, there are none.
         requests: By identifier: those that run, the oldest first, and those that have ended.
     """
 
@@ -145,6 +161,8 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rings: dict[str, LiveRing]
     requests: dict[str, LiveRequest]
     error: str | None = None
+    links: dict[str, LinkState] = {}
+    nodes: dict[str, LiveNode] = {}
 
 
 class TrioClock:
@@ -164,13 +182,15 @@ def live_state(
     replicas: Iterable[Replica],
     *,
     rings: Mapping[tuple[Address, Address], RingStatistics],
+    links: Links,
     recent: Iterable[LiveRequest],
     health: Health,
     clock: TrioClock,
 ) -> LiveState:
     """Return the live state of a system from its parts.
 
-    rings: the counters of each ring, by producer and consumer. recent: requests that have ended.
+    rings: the counters of each ring, by producer and consumer. links: those between nodes. recent: requests that have
+    ended.
     """
     by_stage: dict[str, dict[str, LiveReplica]] = {name: {} for name in pipeline.stages}
     for replica in replicas:
@@ -203,6 +223,8 @@ def live_state(
             f"{producer}>{consumer}": _ring(producer, consumer, each) for (producer, consumer), each in rings.items()
         },
         requests={each.name: each for each in shown},
+        links={f"{producer}>{consumer}": link for (producer, consumer), link in links.items()},
+        nodes={name: _node(node) for name, node in health.nodes.items()},
     )
 
 
@@ -221,6 +243,13 @@ def _replica(replica: Replica, orchestrator: Orchestrator, clock: TrioClock) -> 
         retry_at=clock.unix(replica.retry_at),
         deaths=[_death(each) for each in [*replica.history][-DEATHS:]],
         figures={name: round(value, 4) for name, value in replica.gauges.items()},
+        node=replica.worker.node if replica.worker else None,
+    )
+
+
+def _node(node: NodeState) -> LiveNode:
+    return LiveNode(
+        state=node.state, since=round(node.since, 3), why=node.why, agent_pid=node.agent_pid, parent=node.parent
     )
 
 
@@ -234,6 +263,7 @@ def _death(death: Death) -> LiveDeath:
         exit_code=death.exit.exit_code,
         reason=death.exit.reason,
         stderr=list(death.exit.stderr_tail[-STDERR_LINES:]),
+        node=death.exit.node,
     )
 
 

@@ -18,6 +18,7 @@ from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.routes import routes_of, topological
 from omni_actors.supervisor.calls import CALL_MESSAGES
 from omni_actors.supervisor.edges import Edges
+from omni_actors.supervisor.nodes import HasNodes
 from omni_actors.supervisor.process import LocalSpawner, Spawner
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.supervisor.supervisor import Supervisor
@@ -100,7 +101,10 @@ class OmniSystem(
         )
         for name, stage in pipeline.stages.items():
             self._orchestrator.pools.want(name, stage.replicas)
-        self.metrics = Metrics(lambda: gauges(self._orchestrator, self._supervisor.replicas.values(), self._edges))
+        self._cluster = spawner if isinstance(spawner, HasNodes) else None
+        self.metrics = Metrics(
+            lambda: gauges(self._orchestrator, self._supervisor.replicas.values(), self._edges, self._cluster)
+        )
         self._ended = EndedRequests(pipeline, self.metrics, tracing)
         self._trio_clock: TrioClock | None = None
 
@@ -229,7 +233,8 @@ class OmniSystem(
             for stage, replicas in stages.items()
         )
         error = str(self.dead_error) if self.dead_error else None
-        return Health(ready=ready, errored=self.errored, stages=stages, error=error)
+        nodes = {} if self._cluster is None else self._cluster.nodes()
+        return Health(ready=ready, errored=self.errored, stages=stages, error=error, nodes=nodes)
 
     def live_state(self) -> LiveState:
         """Return what happens in the system now: stages, rings and requests."""
@@ -239,6 +244,7 @@ class OmniSystem(
             self._orchestrator,
             self._supervisor.replicas.values(),
             rings=self._edges.statistics(),
+            links={} if self._cluster is None else self._cluster.links(),
             recent=self._ended.recent,
             health=self.health(),
             clock=self._trio_clock,

@@ -131,12 +131,16 @@ def _stage_period(request: Request, pipeline: Pipeline, run: _Run) -> Period:
     if run.loss is not None:
         period.facts["omni_actors.replica"] = run.loss.crash.replica
         period.facts["omni_actors.generation"] = run.loss.crash.generation
+        if run.loss.crash.exit.node is not None:
+            period.facts["omni_actors.node"] = run.loss.crash.exit.node
         period.deaths = [(run.loss.at, run.loss.crash)]
         if run.stats is None:
             period.error = run.loss.crash
     elif (address := request.replay_state.stages[run.stage].address) is not None:
         period.facts["omni_actors.replica"] = address.replica
     if run.stats is not None:
+        if run.stats.node is not None:
+            period.facts["omni_actors.node"] = run.stats.node
         period.facts["omni_actors.chunks"] = run.stats.chunks
         period.facts["omni_actors.sent_bytes"] = sum(run.stats.sent_bytes.values())
         period.parts = list(_hop(request, run, run.stats))

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 import msgspec
 
 from omni_actors.protocol.chunks import ChunkHeader, ChunkSequence
 from omni_actors.protocol.journal import Journal, slices
-from omni_actors.protocol.messages import CLIENT, Address, Decided, JournalPart, StageStats, Start, Switch, Switched
+from omni_actors.protocol.messages import (
+    CLIENT,
+    NODE_VARIABLE,
+    Address,
+    Decided,
+    JournalPart,
+    StageStats,
+    Start,
+    Switch,
+    Switched,
+)
 from omni_actors.stages.base import Chunk, StageCheckpoint, StageRequest
 from ringbuf import Tensor
+
+_NODE: Final = os.environ.get(NODE_VARIABLE)
 
 
 class ActiveRequest:
@@ -121,6 +135,7 @@ class ActiveRequest:
             step_s=step_s - self._step_s_before,
             chunks=self.seq,
             sent_bytes=self.sent_bytes,
+            node=_NODE,
         )
 
 

@@ -6,7 +6,7 @@ takes the space that is left. No cell is read as rich's markup.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rich import filesize
@@ -26,6 +26,10 @@ STATE_STYLES = {
     "restarting": "bold red",
     "failed": "bold red",
     "asleep": "dim",
+    "alive": "green",
+    "starting": "yellow",
+    "lost": "bold red",
+    "fenced": "bold red",
     "queued": "yellow",
     "running": "cyan",
     "streaming": "cyan",
@@ -49,8 +53,9 @@ GAP = 2
 NAME_WIDTH, SHORT_NAME_WIDTH = 48, 17
 """The most characters of a request's name, and those in a terminal with fewer than ``WIDE`` columns."""
 WIDE = 110
-FRAME_LINES = 8
-"""Lines that are not rows: the heads of the tables with the empty lines before them, the legend, and one to spare."""
+FRAME_LINES, CLUSTER_LINES = 8, 4
+"""Lines that are not rows: the heads of tables with the empty lines before them, the legend, and one to spare; those of
+nodes and links."""
 
 
 class Space(NamedTuple):
@@ -73,10 +78,14 @@ def screen(state: LiveState, rates: Rates, *, now: float, url: str, lost: str | 
     head = _head(state, rates, url, lost)
     head_lines = sum(max(1, -(-line.cell_len // space.columns)) for line in head.split("\n"))
     stages = _stages(state, now, space.columns)
-    left = None if space.lines is None else max(0, space.lines - FRAME_LINES - head_lines - stages.row_count)
-    rings = _rings(state, rates, left, space.columns)
-    requests = _requests(state, now, None if left is None else max(0, left - rings.row_count), space.columns)
-    parts = [part for table in (stages, rings, requests) if table.row_count for part in (Text(), table)]
+    frame = FRAME_LINES + (CLUSTER_LINES if state.nodes else 0)
+    left = None if space.lines is None else max(0, space.lines - frame - head_lines - stages.row_count)
+    tables = [stages]
+    for make in (_nodes, _links, _rings, _requests):
+        tables.append(make(state, rates, now, left, space.columns))
+        left = None if left is None else max(0, left - tables[-1].row_count)
+    requests = tables[-1]
+    parts = [part for table in tables if table.row_count for part in (Text(), table)]
     legend = Text("  ").join(Text(kind, style) for kind, style in BAR_STYLES.items())
     return Group(head, *parts, *([legend] if requests.row_count else []))
 
@@ -121,6 +130,7 @@ def _table(columns: Sequence[_Column]) -> Table:
 
 STAGE_COLUMNS = (
     _Column("stage"),
+    _Column("node", 2),
     _Column("engine", 5),
     _Column("state"),
     _Column("pid", 2, True),
@@ -139,10 +149,13 @@ def _stages(state: LiveState, now: float, width: int) -> Table:
             load = "" if replica.load_s is None else f"{replica.load_s:.1f} s"
             counts = (replica.pid or "", replica.generation, replica.restarts, replica.requests)
             status = Text(replica.state, STATE_STYLES.get(replica.state, ""))
-            rows.append([Text(label), Text(stage.engine), status, *(Text(str(each)) for each in counts), Text(load)])
+            names = (label, replica.node or "", stage.engine)
+            rows.append([*map(Text, names), status, *(Text(str(each)) for each in counts), Text(load)])
             notes.append(_note(replica, now))
     widest = max((note.cell_len for note in notes), default=0)
     shown, rest = _fit(STAGE_COLUMNS, rows, width, min(widest, NOTE_WIDTH))
+    if not state.nodes:
+        shown = [each for each in shown if STAGE_COLUMNS[each].title != "node"]
     table = _table([*(STAGE_COLUMNS[each] for each in shown), _Column("note")])
     for row, note in zip(rows, notes, strict=True):
         note.truncate(max(NOTE_WIDTH, rest), overflow="ellipsis")
@@ -160,6 +173,63 @@ def _note(replica: LiveReplica, now: float) -> Text:
     return note
 
 
+NODE_COLUMNS = (
+    _Column("node"),
+    _Column("state"),
+    _Column("for", 1, True),
+    _Column("agent", 2, True),
+)
+
+
+def _nodes(state: LiveState, _: Rates, now: float, most: int | None, width: int) -> Table:
+    rows, notes = list[list[Text]](), list[Text]()
+    for name, node in list(state.nodes.items())[:most]:
+        agent = "parent" if node.parent else str(node.agent_pid or "")
+        status = Text(node.state, STATE_STYLES.get(node.state, ""))
+        rows.append([Text(name), status, Text(f"{max(0.0, now - node.since):.0f} s"), Text(agent)])
+        notes.append(Text(node.why or "", "red"))
+    widest = max((note.cell_len for note in notes), default=0)
+    shown, rest = _fit(NODE_COLUMNS, rows, width, min(widest, NOTE_WIDTH))
+    table = _table([*(NODE_COLUMNS[each] for each in shown), _Column("note" if widest else "")])
+    for row, note in zip(rows, notes, strict=True):
+        note.truncate(max(NOTE_WIDTH, rest), overflow="ellipsis")
+        table.add_row(*(row[each] for each in shown), note)
+    return table
+
+
+LINK_COLUMNS = (
+    _Column("link"),
+    _Column("nodes", 2),
+    _Column("waiting", 1, True),
+    _Column("bytes/s", is_number=True),
+    _Column("messages/s", is_number=True),
+)
+
+
+def _links(state: LiveState, rates: Rates, _: float, most: int | None, width: int) -> Table:
+    rows = list[list[Text]]()
+    for name, link in list(state.links.items())[:most]:
+        waiting = Text(filesize.decimal(link.waiting_bytes), "" if link.waiting_bytes else "dim")
+        names = (name.replace(">", " → "), f"{link.from_node} → {link.to_node}")
+        rows.append([*map(Text, names), waiting, *_rate(name, rates.link_bytes_s, rates.link_messages_s)])
+    return _whole_rows(LINK_COLUMNS, rows, width)
+
+
+def _rate(name: str, bytes_s: Mapping[str, float], messages_s: Mapping[str, float]) -> tuple[Text, Text]:
+    if name not in bytes_s:
+        return Text("–"), Text("–")
+    return Text(filesize.decimal(int(bytes_s[name]))), Text(f"{messages_s[name]:.1f}")
+
+
+def _whole_rows(columns: Sequence[_Column], rows: Sequence[Sequence[Text]], width: int) -> Table:
+    """Return a table of the columns that fit."""
+    shown, _ = _fit(columns, rows, width + GAP, 0)
+    table = _table([columns[each] for each in shown])
+    for row in rows:
+        table.add_row(*(row[each] for each in shown))
+    return table
+
+
 RING_COLUMNS = (
     _Column("ring"),
     _Column("used", 1),
@@ -169,21 +239,17 @@ RING_COLUMNS = (
 )
 
 
-def _rings(state: LiveState, rates: Rates, most: int | None, width: int) -> Table:
+def _rings(state: LiveState, rates: Rates, _: float, most: int | None, width: int) -> Table:
     rows = list[list[Text]]()
-    for name, ring in list(state.rings.items())[:most]:
+    on_one_node = {name: ring for name, ring in state.rings.items() if name not in state.links}
+    for name, ring in list(on_one_node.items())[:most]:
         full = round(FILL_WIDTH * ring.used / ring.capacity)
         style = "green" if ring.used < ring.capacity / 2 else "red"
         fill = Text.assemble(("█" * full, style), ("·" * (FILL_WIDTH - full), "dim"))
         used = f"{filesize.decimal(ring.used)} of {filesize.decimal(ring.capacity)}"
-        bytes_s = filesize.decimal(int(rates.bytes_s[name])) if name in rates.bytes_s else "–"
-        messages_s = f"{rates.messages_s[name]:.1f}" if name in rates.messages_s else "–"
-        rows.append([Text(f"{ring.producer} → {ring.consumer}"), fill, Text(used), Text(bytes_s), Text(messages_s)])
-    shown, _ = _fit(RING_COLUMNS, rows, width + GAP, 0)
-    table = _table([RING_COLUMNS[each] for each in shown])
-    for row in rows:
-        table.add_row(*(row[each] for each in shown))
-    return table
+        rate = _rate(name, rates.bytes_s, rates.messages_s)
+        rows.append([Text(f"{ring.producer} → {ring.consumer}"), fill, Text(used), *rate])
+    return _whole_rows(RING_COLUMNS, rows, width)
 
 
 REQUEST_COLUMNS = (
@@ -196,7 +262,7 @@ REQUEST_COLUMNS = (
 )
 
 
-def _requests(state: LiveState, now: float, most: int | None, width: int) -> Table:
+def _requests(state: LiveState, _: Rates, now: float, most: int | None, width: int) -> Table:
     newest = sorted(state.requests.values(), key=lambda each: (each.state in ENDED, -each.submitted))[:most]
     totals = [each.total_s if each.total_s is not None else max(0.0, now - each.submitted) for each in newest]
     rows = [_request(each, total, width) for each, total in zip(newest, totals, strict=True)]
