@@ -72,7 +72,7 @@ class ClusterRing:
             to_node=nodes[1],
             messages=arrived.messages,
             payload_bytes=arrived.payload_bytes,
-            waiting_bytes=max(0, sent.payload_bytes - arrived.payload_bytes),  # the counters are of two times
+            waiting_bytes=sent.used,
         )
 
     def _counters(self, end: End) -> RingStatistics:

@@ -40,7 +40,7 @@ class LinkState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         from_node, to_node: The nodes.
         messages, payload_bytes: What has arrived since the link's creation.
-        waiting_bytes: Payload that was sent into it and has not arrived.
+        waiting_bytes: What waits in the ring on the sending node, headers included.
     """
 
     from_node: str

@@ -63,7 +63,7 @@ def _of_nodes(cluster: HasNodes, replicas: Iterable[Replica]) -> Gauges:
         yield "omni_link_payload_bytes", "Payload that has crossed a link", labels, link.payload_bytes
         yield (
             "omni_link_waiting_bytes",
-            "Payload that was sent into a link and has not arrived",
+            "Bytes that wait in the ring at the sending end of a link",
             labels,
             link.waiting_bytes,
         )

@@ -18,8 +18,9 @@ from rich.console import Console
 from omni_actors.cli import main
 from omni_actors.cli.top.rates import Rates
 from omni_actors.cli.top.screen import Space, screen
+from omni_actors.supervisor.nodes import LinkState
 from omni_actors.system.live_requests import LiveRequest, RequestFailure
-from omni_actors.system.live_state import LiveRing, LiveState
+from omni_actors.system.live_state import LiveNode, LiveReplica, LiveRing, LiveStage, LiveState
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
 from tests.support.readme import ROOT
 
@@ -99,6 +100,61 @@ def test_the_reason_of_a_failure_takes_no_space_from_other_columns() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(screen(shown, Rates(), now=2.0, url="http://x", lost=None, space=Space(80, None)))
     assert re.search(r"chatcmpl-0 +failed +1\.00 s .*the worker", console.export_text())
+
+
+def clustered(at: float, crossed: int) -> LiveState:
+    """A stage on two nodes, of which one was lost, and the link of one ring, over which records have crossed."""
+    replica = LiveReplica(
+        state="ready",
+        standby=False,
+        note="ready",
+        generation=1,
+        restarts=0,
+        requests=0,
+        node="ip-10-0-3-27.examples",
+    )
+    stage = LiveStage(engine="echo", wanted=1, accepts=[], inputs=[], step_timeout_s=1.0, replicas={"0": replica})
+    link = LinkState(
+        from_node="here", to_node="far", messages=crossed, payload_bytes=crossed * 1000, waiting_bytes=2000
+    )
+    nodes = {
+        "here": LiveNode(state="alive", since=90.0, parent=True),
+        "far": LiveNode(state="lost", since=95.0, why="it asked for no renewal of its lease for 10 s"),
+    }
+    ring = LiveRing(producer="a.0", consumer="b.0", capacity=100, used=0, messages=0, payload_bytes=0)
+    links, rings = {"a.0>b.0": link}, {"a.0>b.0": ring}
+    return msgspec.structs.replace(state(0, 0), at=at, stages={"a": stage}, links=links, nodes=nodes, rings=rings)
+
+
+def shown(live: LiveState, rates: Rates, columns: int, lines: int | None = None) -> str:
+    console = Console(width=columns, record=True, file=io.StringIO())
+    console.print(screen(live, rates, now=100.0, url="http://x", lost=None, space=Space(columns, lines)))
+    return console.export_text()
+
+
+def test_nodes_and_the_rates_of_links_are_shown() -> None:
+    rates = Rates()
+    for second in range(6):
+        rates.update(clustered(100.0, 10 * second), float(second))
+    text = shown(clustered(100.0, 50), rates, 120)
+    assert re.search(r"a\.0 +ip-10-0-3-27\.exampl… +echo +ready", text)
+    assert re.search(r"here +alive +10 s +parent", text)
+    assert re.search(r"far +lost +5 s +it asked for no renewal of its lease for 10 s", text)
+    assert re.search(r"a\.0 → b\.0 +here → far +2\.0 kB +10\.0 kB +10\.0", text)
+    assert text.count("a.0 → b.0") == 1, "a ring between two nodes is shown once"
+    narrow = shown(clustered(100.0, 50), rates, 60, lines=24)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert len(narrow.splitlines()) <= 24
+    assert re.search(r"a\.0 → b\.0 .* 10\.0 kB", narrow)
+
+
+def test_the_rate_of_a_link_is_a_mean_over_two_seconds() -> None:
+    """Its counters change twice a second."""
+    rates = Rates()
+    for tick in range(40):
+        rates.update(clustered(100.0, 10 * (tick // 5)), tick / 10)
+        if tick >= 20:
+            assert 15 <= rates.link_messages_s["a.0>b.0"] <= 25
 
 
 @pytest.fixture

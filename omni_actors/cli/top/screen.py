@@ -47,6 +47,8 @@ BAR_STYLES = {
 BAR_WIDTH, SHORTEST_BAR = 32, 12
 NOTE_WIDTH = 24
 """The space that a note gets before columns of rank 1 and higher."""
+NODE_WIDTH = 20
+"""The most characters of a node's name beside other things. The table of nodes has the whole name."""
 FILL_WIDTH = 10
 GAP = 2
 """Spaces between two columns."""
@@ -149,7 +151,7 @@ def _stages(state: LiveState, now: float, width: int) -> Table:
             load = "" if replica.load_s is None else f"{replica.load_s:.1f} s"
             counts = (replica.pid or "", replica.generation, replica.restarts, replica.requests)
             status = Text(replica.state, STATE_STYLES.get(replica.state, ""))
-            names = (label, replica.node or "", stage.engine)
+            names = (label, _short(replica.node or ""), stage.engine)
             rows.append([*map(Text, names), status, *(Text(str(each)) for each in counts), Text(load)])
             notes.append(_note(replica, now))
     widest = max((note.cell_len for note in notes), default=0)
@@ -161,6 +163,10 @@ def _stages(state: LiveState, now: float, width: int) -> Table:
         note.truncate(max(NOTE_WIDTH, rest), overflow="ellipsis")
         table.add_row(*(row[each] for each in shown), note)
     return table
+
+
+def _short(node: str) -> str:
+    return node if len(node) <= NODE_WIDTH else f"{node[: NODE_WIDTH - 1]}…"
 
 
 def _note(replica: LiveReplica, now: float) -> Text:
@@ -210,7 +216,7 @@ def _links(state: LiveState, rates: Rates, _: float, most: int | None, width: in
     rows = list[list[Text]]()
     for name, link in list(state.links.items())[:most]:
         waiting = Text(filesize.decimal(link.waiting_bytes), "" if link.waiting_bytes else "dim")
-        names = (name.replace(">", " → "), f"{link.from_node} → {link.to_node}")
+        names = (name.replace(">", " → "), f"{_short(link.from_node)} → {_short(link.to_node)}")
         rows.append([*map(Text, names), waiting, *_rate(name, rates.link_bytes_s, rates.link_messages_s)])
     return _whole_rows(LINK_COLUMNS, rows, width)
 

@@ -3,6 +3,7 @@
 import { chaos, inject } from "./chaos.js";
 import { live, rateOf, serverTime } from "./live.js";
 import { layout } from "./layout.js";
+import { Nodes } from "./nodes.js";
 import { useClock, useStore } from "./store.js";
 import { bytes, html, seconds, useLayoutEffect, useRef, useState } from "./view.js";
 
@@ -16,6 +17,7 @@ function Replica({ stage, number, replica, recovered, hasChaos, limit }) {
   const facts = [`generation ${replica.generation}`, replica.note];
   return html`<div class="replica" data-state=${label} title=${facts.join(", ")}>
     <div class="line"><i class="dot" aria-hidden="true"></i><b>${label}</b>
+      ${replica.node ? html`<span class="node" title=${`on node ${replica.node}`}>${replica.node}</span>` : null}
       <span class="figures">${replica.pid ? `pid ${replica.pid}` : "no worker"} · g${replica.generation}</span></div>
     <div class="line minor">${down !== null ? html`<span class="clock" role="timer">down ${seconds(down)}</span>`
         : recovered !== undefined ? html`<span class="recovered"
@@ -49,12 +51,12 @@ function dashOffset() {
   return -((performance.now() / DASH_MS) % DASHES);
 }
 
-function Edge({ path, label, rate, used, capacity }) {
+function Edge({ path, label, rate, used, capacity, links }) {
   const isFlowing = rate.bytes > 0;
   const share = capacity ? used / capacity : 0;
   const width = 1.5 + (isFlowing ? Math.min(3, Math.log10(1 + rate.bytes / 100) * 0.7) : 0);
-  return html`<g class="edge" data-flows=${isFlowing}>
-    <title>${`${bytes(used)} of ${bytes(capacity)} used`}</title>
+  return html`<g class="edge" data-flows=${isFlowing} data-links=${links.length > 0}>
+    <title>${[`${bytes(used)} of ${bytes(capacity)} used`, ...new Set(links)].join("\n")}</title>
     <path d=${path} stroke-width=${width} marker-end="url(#arrow)" />
     ${isFlowing ? html`<path class="flow" d=${path} stroke-width=${width}
       style=${{ strokeDashoffset: dashOffset() }} />` : null}
@@ -65,15 +67,19 @@ function Edge({ path, label, rate, used, capacity }) {
     </g></g>`;
 }
 
+const NO_RINGS = { used: 0, capacity: 0, rate: { messages: 0, bytes: 0 }, links: [] };
+
 // Sums the rings of all replicas of two stages.
 function edgesOf(state) {
   const edges = new Map();
   for (const [name, ring] of Object.entries(state.rings)) {
     const [from, to] = [ring.producer, ring.consumer].map((each) => each.slice(0, each.lastIndexOf(".")));
-    const found = edges.get(`${from}>${to}`) || { from, to, used: 0, capacity: 0, rate: { messages: 0, bytes: 0 } };
+    const found = edges.get(`${from}>${to}`) || { ...NO_RINGS, from, to, links: [] };
     const rate = rateOf(name);
     found.used += ring.used;
     found.capacity += ring.capacity;
+    const link = state.links?.[name];
+    if (link) found.links.push(`link ${link.from_node} → ${link.to_node}`);
     found.rate = { messages: found.rate.messages + rate.messages, bytes: found.rate.bytes + rate.bytes };
     edges.set(`${from}>${to}`, found);
   }
@@ -96,12 +102,13 @@ export function Diagram({ hasChaos }) {
   return html`<section class="panel stages" aria-label="Stages and rings">
     <h2>Stages <small>${state.in_flight} of ${state.max_requests} requests in flight${
       state.waiting ? `, ${state.waiting} waiting` : ""}</small></h2>
+    <${Nodes} nodes=${state.nodes} hasLinks=${Object.keys(state.links || {}).length > 0} />
     <div class="diagram" ref=${box} style=${{ height: plan ? `${plan.height}px` : "180px" }}>
       ${plan ? html`<svg width=${width} height=${plan.height} aria-hidden="true">
         <defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"
           markerUnits="userSpaceOnUse" orient="auto"><path d="M0 .8 7 4 0 7.2z" /></marker></defs>
         ${plan.edges.map((edge) => html`<${Edge} key=${edge.name} ...${edge} ...${rings.get(edge.name)
-          || { used: 0, capacity: 0, rate: { messages: 0, bytes: 0 } }} />`)}</svg>` : null}
+          || NO_RINGS} />`)}</svg>` : null}
       ${plan ? plan.clients.map((each) => html`<div class="client" style=${each.style}>${each.text}</div>`) : null}
       ${plan ? Object.entries(state.stages).map(([name, stage]) => html`<article key=${name} class="stage" tabindex="0"
         style=${plan.boxes[name].style} aria-label=${`stage ${name}`}>
