@@ -29,10 +29,12 @@ import trio
 
 from omni_actors.cluster import control
 from omni_actors.cluster.agent_rings import AgentRings
-from omni_actors.cluster.connection import HANDSHAKE_S, Connection, ConnectionLost, shake_hands
+from omni_actors.cluster.channel import Tls
+from omni_actors.cluster.connection import HANDSHAKE_S, Connection, ConnectionLost, closed_at_once, shake_hands
 from omni_actors.cluster.handshake import Connector, HandshakeFailed
 from omni_actors.cluster.lease import RENEWALS, HeldLease
 from omni_actors.cluster.pump import Pump
+from omni_actors.cluster.tls import Credentials
 from omni_actors.platform.kill_timer import KillTimer, now
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import MailboxFull
@@ -56,6 +58,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         host: The node's own IP address, at which the agent accepts links. None: that of its control connection.
         secret: What both sides prove to know.
         lease_s: The length of its lease, in seconds.
+        tls: What it uses TLS with, to the parent and on its links; None: it uses none.
     """
 
     number: int
@@ -63,6 +66,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     lease_s: Annotated[float, msgspec.Meta(gt=0)]
     host: str | None = None
+    tls: Credentials | None = None
 
 
 class AgentFailed(Exception):
@@ -78,14 +82,16 @@ async def run_agent(settings: AgentSettings) -> None:
     timer.kill_at(now() + HANDSHAKE_S + settings.lease_s)
     try:
         stream = await _connect(settings)
-        async with stream:
+        host = settings.host or stream.socket.getsockname()[0]
+        tls = None if settings.tls is None else settings.tls.contexts()
+        async with closed_at_once(stream if tls is None else trio.SSLStream(stream, tls.client)) as encrypted:
             connector = Connector(settings.secret, ROLE, settings.number)
             try:
-                await shake_hands(stream, connector)
-            except (HandshakeFailed, trio.BrokenResourceError) as error:
+                await shake_hands(encrypted, connector)
+            except HandshakeFailed as error:
                 raise AgentFailed(str(error)) from error
-            connection = Connection(stream, connector.keys(), control.TO_AGENT)
-            await _Agent(settings, connection, timer).run(settings.host or stream.socket.getsockname()[0])
+            connection = Connection(encrypted, connector.keys(), control.TO_AGENT)
+            await _Agent(settings, connection, timer, tls).run(host)
     finally:
         timer.close()
 
@@ -99,8 +105,10 @@ async def _connect(settings: AgentSettings) -> trio.SocketStream:
 
 
 class _Agent:
-    def __init__(self, settings: AgentSettings, connection: Connection[control.ToAgent], timer: KillTimer) -> None:
-        self._settings, self._connection, self._timer = settings, connection, timer
+    def __init__(
+        self, settings: AgentSettings, connection: Connection[control.ToAgent], timer: KillTimer, tls: Tls | None
+    ) -> None:
+        self._settings, self._connection, self._timer, self._tls = settings, connection, timer, tls
         self._lease = HeldLease(settings.lease_s)
         self._spawner = LocalSpawner()
         self._workers: dict[int, Worker] = {}
@@ -114,7 +122,7 @@ class _Agent:
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(self._connection.post, control.LinkLost(generation, why))
 
-        pump = Pump(self._settings.secret, host, on_lost)
+        pump = Pump(self._settings.secret, host, on_lost, self._tls)
         self._rings = AgentRings(pump)
         log = _Log(self._connection)
         try:

@@ -10,7 +10,8 @@ Rules
 from __future__ import annotations
 
 import collections
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ ROOM: Final = 1 << 20
 READ_BYTES: Final = 64 << 10
 
 M = TypeVar("M")
+S = TypeVar("S", bound=trio.abc.Stream)
 
 
 class ConnectionLost(OmniError):
@@ -37,22 +39,38 @@ class ConnectionLost(OmniError):
         super().__init__(f"the control connection is lost: {why}")
 
 
+@asynccontextmanager
+async def closed_at_once(stream: S) -> AsyncIterator[S]:
+    """Close a connection at the end of the block, without waiting for the other side as TLS would."""
+    try:
+        yield stream
+    finally:
+        await trio.aclose_forcefully(stream)
+
+
 async def shake_hands(stream: trio.abc.Stream, handshake: Handshake) -> None:
-    """Authenticate both sides of a new connection. Raises HandshakeFailed, trio.BrokenResourceError."""
+    """Authenticate both sides of a new connection, TLS included where the stream has it. Raises HandshakeFailed."""
     with trio.move_on_after(HANDSHAKE_S) as scope:
-        if isinstance(handshake, Connector):
-            await stream.send_all(handshake.hello)
-        while handshake.wanted:
-            received = b""
-            while len(received) < handshake.wanted:
-                data = bytes(await stream.receive_some(handshake.wanted - len(received)))
-                if not data:
-                    raise HandshakeFailed("the other side closed the connection")
-                received += data
-            if reply := handshake.receive(received):
-                await stream.send_all(reply)
+        try:
+            await _exchange(stream, handshake)
+        except trio.BrokenResourceError as error:
+            raise HandshakeFailed(str(error.__cause__ or error)) from error
     if scope.cancelled_caught:
         raise HandshakeFailed(f"it took longer than {HANDSHAKE_S:g} s")
+
+
+async def _exchange(stream: trio.abc.Stream, handshake: Handshake) -> None:
+    if isinstance(handshake, Connector):
+        await stream.send_all(handshake.hello)
+    while handshake.wanted:
+        received = b""
+        while len(received) < handshake.wanted:
+            data = bytes(await stream.receive_some(handshake.wanted - len(received)))
+            if not data:
+                raise HandshakeFailed("the other side closed the connection")
+            received += data
+        if reply := handshake.receive(received):
+            await stream.send_all(reply)
 
 
 class Connection(Generic[M]):

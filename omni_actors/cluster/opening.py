@@ -1,6 +1,7 @@
 """A connection until its other side is authenticated, on either side.
 
-Rule 1: it costs this process one descriptor, at most ``handshake.MOST_BYTES`` bytes, and no thread.
+Rule 1: it costs this process one descriptor, at most ``handshake.MOST_BYTES`` bytes, what OpenSSL keeps of a connection
+with TLS (below 100 kB), and no thread.
 Rule 2: it does not wait. What does not fit into the socket's buffer, a few bytes on a new connection, is a failure.
 """
 

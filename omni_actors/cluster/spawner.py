@@ -24,13 +24,14 @@ import trio
 
 from omni_actors.cluster.agent import ROLE, AgentSettings
 from omni_actors.cluster.cluster_ring import ClusterRing, End
-from omni_actors.cluster.connection import Connection, shake_hands
+from omni_actors.cluster.connection import Connection, closed_at_once, shake_hands
 from omni_actors.cluster.control import FROM_AGENT, MakeRing
 from omni_actors.cluster.handshake import Acceptor, HandshakeFailed
 from omni_actors.cluster.placement import PARENT, Node, Place
 from omni_actors.cluster.pump import Pump
 from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.cluster.remote_worker import RemoteWorker
+from omni_actors.cluster.tls import Credentials
 from omni_actors.config.devices import VISIBLE
 from omni_actors.errors import ClusterUnavailable, NoPlace
 from omni_actors.protocol.messages import NODE_VARIABLE, Address
@@ -107,7 +108,9 @@ class ClusterSpawner:
         host: str,
         lease_s: float,
         start_s: float,
+        tls: Credentials | None,
     ) -> None:
+        self._credentials, self._tls = tls, None if tls is None else tls.contexts()
         self._nodes = {node.name: node for node in nodes}
         self._starter, self._places, self._lease_s, self._start_s = starter, places, lease_s, start_s
         self._parent = next(node.name for node in nodes if node.has(PARENT))
@@ -251,7 +254,11 @@ class ClusterSpawner:
         token = trio.lowlevel.current_trio_token()
         listeners = await trio.open_tcp_listeners(0, host=self._host)
         self._port = listeners[0].socket.getsockname()[1]
-        self._pump = Pump(self._secret, self._host, lambda *lost: token.run_sync_soon(self._on_link_lost, *lost))
+
+        def on_link_lost(generation: int, why: str) -> None:
+            token.run_sync_soon(self._on_link_lost, generation, why)
+
+        self._pump = Pump(self._secret, self._host, on_link_lost, self._tls)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -307,24 +314,31 @@ class ClusterSpawner:
             self._agents[node.name] = self._new_agent(node.name, agent.lost)
 
     async def _start_agent(self, agent: RemoteAgent) -> None:
-        settings = AgentSettings(number=agent.number, parent=self.address, secret=self._secret, lease_s=self._lease_s)
+        settings = AgentSettings(
+            number=agent.number,
+            parent=self.address,
+            secret=self._secret,
+            lease_s=self._lease_s,
+            tls=self._credentials,
+        )
         if await self._starter.run(agent.node, settings):
             agent.process_ended()
         else:
             agent.give_up("its agent cannot be reached")
 
-    async def _welcome(self, stream: trio.SocketStream) -> None:
+    async def _welcome(self, connected: trio.SocketStream) -> None:
         """Authenticate a connection, and serve it if it is that of an agent which was started."""
+        stream = connected if self._tls is None else trio.SSLStream(connected, self._tls.server, server_side=True)
         acceptor = Acceptor(self._secret)
         scope = trio.CancelScope()
         self._strangers[scope] = None
         if len(self._strangers) > MOST_STRANGERS:
             next(iter(self._strangers)).cancel()
-        async with stream:
+        async with closed_at_once(stream):
             try:
                 with scope:
                     await shake_hands(stream, acceptor)
-            except (HandshakeFailed, trio.BrokenResourceError):
+            except HandshakeFailed:
                 return
             finally:
                 del self._strangers[scope]
@@ -346,6 +360,7 @@ async def open_cluster(
     host: str = "127.0.0.1",
     lease_s: float = LEASE_S,
     start_s: float = START_S,
+    tls: Credentials | None = None,
 ) -> AsyncIterator[ClusterSpawner]:
     """Start an agent on each node, and give the spawner. When the block ends, the agents have ended.
 
@@ -356,10 +371,11 @@ async def open_cluster(
         host: The parent's own IP address, at which it accepts agents and links.
         lease_s: For how long, in seconds, the workers of a node may run without hearing of the parent.
         start_s: How long an agent may take to start.
+        tls: What nodes use TLS with (``make_credentials``); None: they use none.
 
     Raises ClusterUnavailable.
     """
-    spawner = ClusterSpawner(nodes, starter, places, host=host, lease_s=lease_s, start_s=start_s)
+    spawner = ClusterSpawner(nodes, starter, places, host=host, lease_s=lease_s, start_s=start_s, tls=tls)
     body_error: BaseException | None = None
     async with trio.open_nursery() as nursery:
         await nursery.start(spawner.run)

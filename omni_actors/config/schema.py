@@ -113,6 +113,9 @@ class Cluster(Section, frozen=True, kw_only=True):
     """Groups of stages. Workers of one group that have the same number run on one node."""
     spread: tuple[str, ...] = ()
     """Stages whose workers are spread over as many nodes as possible, so that the loss of a node ends few of them."""
+    tls: bool = False
+    """Encrypt everything between nodes, with TLS and a certificate that is made at each start. Needed where others can
+    listen on the network between the nodes, or change what it carries."""
 
 
 class Stage(Section, frozen=True, kw_only=True):

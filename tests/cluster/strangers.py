@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 from omni_actors.cluster.channel import Address
 from omni_actors.cluster.handshake import ROLE_OF_LINKS, Connector
@@ -34,3 +36,26 @@ def wait_closed(connection: socket.socket) -> None:
     with connection, suppress(ConnectionResetError, BrokenPipeError):
         while connection.recv(1 << 16):
             pass
+
+
+@contextmanager
+def forwarder(address: Address, seen: bytearray) -> Iterator[Address]:
+    """Pass one connection on to ``address``, and note all its bytes. Yields where to connect to."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
+
+        def forward() -> None:
+            with listener.accept()[0] as near, connect(address) as far:
+                list(threads.map(lambda ends: _copy(*ends, seen), [(near, far), (far, near)]))
+
+        done = threads.submit(forward)
+        yield listener.getsockname()
+        done.result(WATCHDOG_S)
+
+
+def _copy(source: socket.socket, target: socket.socket, seen: bytearray) -> None:
+    with suppress(OSError):  # either side may reset it
+        while data := source.recv(1 << 16):
+            seen += data
+            target.sendall(data)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
