@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.link.measure import STREAM_SIZES, WATCHDOG_S, End, fork
 from omni_actors.cluster.pump import Pump
+from omni_actors.cluster.tls import Credentials, make_credentials
 from ringbuf import Ring, RingClosed
 
 LARGEST = max(STREAM_SIZES)
@@ -154,8 +155,9 @@ class RingAlone:
 class LinkEnd(RingEnd):
     """Two rings of this node, and a process with the pump."""
 
-    def __init__(self, host: str, other: Connection, is_near: bool) -> None:
+    def __init__(self, host: str, other: Connection, is_near: bool, credentials: Credentials | None = None) -> None:
         super().__init__(Ring.create(RING_BYTES), Ring.create(RING_BYTES))
+        self._tls = None if credentials is None else credentials.contexts()
         self._agent, there = fork.Pipe()
         self._process = fork.Process(target=self._run_agent, args=(there, host, is_near))
         self._process.start()
@@ -167,7 +169,7 @@ class LinkEnd(RingEnd):
         outgoing, incoming = (
             Ring.attach([os.dup(fd) for fd in ring.fds], generation=0) for ring in (self._outgoing, self._incoming)
         )
-        pump = Pump(SECRET, host, lambda link_id, why: print(f"link {link_id}: {why}", file=sys.stderr))
+        pump = Pump(SECRET, host, lambda link_id, why: print(f"link {link_id}: {why}", file=sys.stderr), self._tls)
         there, back = (1, 2) if is_near else (2, 1)
         node.send(pump.address)
         pump.receive(back, incoming.claim_producer())
@@ -191,3 +193,13 @@ class Link:
 
     def open(self, host: str, other: Connection, is_near: bool) -> End:
         return LinkEnd(host, other, is_near)
+
+
+class TlsLink:
+    name = "link with TLS"
+
+    def __init__(self) -> None:
+        self._credentials = make_credentials()
+
+    def open(self, host: str, other: Connection, is_near: bool) -> End:
+        return LinkEnd(host, other, is_near, self._credentials)
