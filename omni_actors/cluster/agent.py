@@ -11,6 +11,7 @@ Rules
 4. The agent ends when its control connection does. It decides nothing: restarts are the parent's.
 5. Checkpoints in memory do not leave the node: their descriptors are closed here, and a restarted worker goes on from
    the journal, or starts over.
+6. Devices of workers are places among those that the agent sees: on Ray, the ones that Ray has given it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Annotated, Final
@@ -35,6 +37,7 @@ from omni_actors.cluster.handshake import Connector, HandshakeFailed
 from omni_actors.cluster.lease import RENEWALS, HeldLease
 from omni_actors.cluster.pump import Pump
 from omni_actors.cluster.tls import Credentials
+from omni_actors.config.devices import VISIBLE, NoSuchDevice, at_places
 from omni_actors.platform.kill_timer import KillTimer, now
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import MailboxFull
@@ -203,9 +206,8 @@ class _Agent:
         """Run a worker until nothing of it is left, and report what becomes of it."""
         number, post = order.worker, self._connection.post
         try:
-            async with self._spawner.spawn(
-                order.address, order.mailbox_capacity, environment=order.environment
-            ) as worker:
+            environment = _with_own_devices(order.environment)
+            async with self._spawner.spawn(order.address, order.mailbox_capacity, environment=environment) as worker:
                 self._workers[number] = worker
                 post(control.Spawned(number, worker.pid))
                 task_status.started()
@@ -215,7 +217,7 @@ class _Agent:
                     self._forward_one(number, message, fds)
                 post(control.Ending(number, exit))
                 await worker.wait_dead()
-        except SpawnFailed as error:
+        except (SpawnFailed, NoSuchDevice) as error:
             post(control.NotSpawned(number, str(error)))
             task_status.started()
         else:
@@ -237,6 +239,16 @@ class _Agent:
         close_all(fds)
         if not isinstance(message, messages.CheckpointMemory):  # rule 5
             self._connection.post(control.FromWorker(number, messages.pack([messages.encode(message)])))
+
+
+def _with_own_devices(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return a worker's variables with devices of this process: the parent names places among them (rule 6).
+
+    Raises NoSuchDevice.
+    """
+    if (places := environment.get(VISIBLE)) is None:
+        return environment
+    return {**environment, VISIBLE: ",".join(at_places(places.split(","), os.environ.get(VISIBLE)))}
 
 
 async def _cancel_at_death(worker: Worker, scope: trio.CancelScope) -> None:

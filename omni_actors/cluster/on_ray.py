@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from msgspec import structs
 
 from omni_actors.cluster.placement import PARENT, Node, first_workers
 from omni_actors.cluster.placements import Placements
@@ -12,7 +14,8 @@ from omni_actors.cluster.ray_messages import LOCAL, RayNode
 from omni_actors.cluster.ray_nodes import Resources, open_ray
 from omni_actors.cluster.spawner import LEASE_S, ClusterSpawner, open_cluster
 from omni_actors.cluster.tls import make_credentials
-from omni_actors.config import Pipeline
+from omni_actors.config import Pipeline, Stage
+from omni_actors.config.devices import VISIBLE, DeviceLayoutError, configured_devices, stage_layout, visible_devices
 from omni_actors.errors import ConfigError
 
 
@@ -35,7 +38,7 @@ async def open_on_ray(pipeline: Pipeline, address: str, *, lease_s: float = LEAS
         raise ConfigError(pipeline.file, "device_handles", pipeline.device_handles, accepted)
     async with open_ray(address) as ray:
         here = next(node for node in ray.nodes if node.is_parents)
-        nodes = [_node(node, is_parents=node.is_parents and address != LOCAL) for node in ray.nodes]
+        nodes = [_node(pipeline, node, is_parents=node.is_parents and address != LOCAL) for node in ray.nodes]
         if address == LOCAL:
             nodes.insert(0, Node(name=PARENT, cpus=float(len(os.sched_getaffinity(0)))))
         places = Placements(pipeline, nodes)
@@ -47,17 +50,40 @@ async def open_on_ray(pipeline: Pipeline, address: str, *, lease_s: float = LEAS
             yield spawner
 
 
-def _node(node: RayNode, *, is_parents: bool) -> Node:
-    labels = (PARENT, *node.labels) if is_parents else node.labels
-    return Node(name=node.name, labels=labels, cpus=node.cpus, gpus=node.gpus)
+def _node(pipeline: Pipeline, found: RayNode, *, is_parents: bool) -> Node:
+    """Return a node as placement sees it. Its devices: what its agent will reserve, or what the parent sees."""
+    labels = (PARENT, *found.labels) if is_parents else found.labels
+    node = Node(name=found.name, labels=labels, cpus=found.cpus)
+    gpus = min(found.free_gpus, most_devices(pipeline, node))
+    if is_parents:
+        gpus = len(visible_devices(os.environ.get(VISIBLE), found.gpus) or ())
+    return structs.replace(node, gpus=gpus)
+
+
+def most_devices(pipeline: Pipeline, node: Node) -> int:
+    """Return how many devices workers may ever get on a node, by its labels and the most workers of each stage.
+
+    It is one more than their highest place, so a stage with ``device: cuda:1`` needs two.
+    """
+    most = 0
+    for name, stage in pipeline.stages.items():
+        label = PARENT if pipeline.cluster is None else pipeline.cluster.nodes.get(name)
+        if configured_devices(stage) and (label is None or node.has(label)):
+            most = max(most, _most_of_stage(stage))
+    return most
+
+
+def _most_of_stage(stage: Stage) -> int:
+    for workers in range(max(1, stage.most_workers), 0, -1):
+        with suppress(DeviceLayoutError):  # a pool is for fewer
+            devices = {device for each in stage_layout(stage, workers, visible=None) for device in each}
+            places = [int(device) for device in devices if device.isdigit()]
+            return max(1 + max(places, default=-1), len(devices))
+    return 0
 
 
 def _resources(pipeline: Pipeline, places: Placements, node: Node) -> Resources:
-    """Return what the first workers on a node need there: CPUs for their threads, as far as it has them, and GPUs."""
-    here = [(address, at) for address in first_workers(pipeline) if (at := places.of(address)) and at.node == node.name]
-    threads = sum(pipeline.threads(address.stage) for address, _ in here)
-    return min(float(threads), node.cpus), float(len(_distinct(at.devices for _, at in here)))
-
-
-def _distinct(devices: Iterable[tuple[str, ...]]) -> set[str]:
-    return {device for each in devices for device in each}
+    """Return what the agent of a node reserves there: CPUs for the first workers, as far as it has them, and GPUs."""
+    here = [address for address in first_workers(pipeline) if (at := places.of(address)) and at.node == node.name]
+    threads = sum(pipeline.threads(address.stage) for address in here)
+    return min(float(threads), node.cpus), float(node.gpus)

@@ -8,26 +8,32 @@ Rules
 2. An agent is an actor that is not restarted (``max_restarts=0``): the parent decides what follows its end. It is
    detached, so that it outlives the helper. It ends with its control connection or its lease.
 3. An actor is scheduled on its node and on no other, with the resources that its workers are to have.
-4. The helper ends when its stdin does. It kills the agents that it has started.
+4. The helper ends when its stdin does. It kills the agents that it has started. Of a Ray that it has started, no
+   process and no file is left.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 import ray
+from ray._common.utils import get_default_system_temp_dir
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from omni_actors.cluster.agent import AgentFailed, AgentSettings, run_in_main_thread
 from omni_actors.cluster.ray_messages import LOCAL, Ended, Failed, News, Order, RayNode, StartAgent, Started, StopAgent
+from omni_actors.config.devices import VISIBLE
 
 NAMESPACE: Final = "omni_actors"
 CONNECT_S: Final = 5.0
@@ -56,6 +62,7 @@ class AgentActor:
 
     def run(self, settings: bytes) -> str | None:
         """Run an agent until its control connection ends. Return why it failed, or None."""
+        os.environ[VISIBLE] = ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # Ray may leave it unset
         try:
             run_in_main_thread(msgspec.msgpack.decode(settings, type=AgentSettings))
         except AgentFailed as error:
@@ -69,6 +76,10 @@ class Helper:
     def __init__(self, address: str) -> None:
         self._actors: dict[int, Any] = {}
         local = address == LOCAL
+        self._directory = (
+            tempfile.mkdtemp(prefix="omni-actors-ray-", dir=get_default_system_temp_dir()) if local else None
+        )
+        """Where a Ray that is started here keeps its logs and sockets, until the end."""
         if ":" in address:  # Ray itself would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
@@ -77,13 +88,15 @@ class Helper:
             namespace=NAMESPACE,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            **(LOCAL_OPTIONS if local else {}),
+            **(LOCAL_OPTIONS | {"_temp_dir": self._directory} if local else {}),
         )
 
     def nodes(self) -> Started:
         """Return the nodes that are alive now."""
         list_nodes: Any = ray.nodes  # untyped
         mine = ray.get_runtime_context().get_node_id()
+        list_free: Any = available_resources_per_node  # untyped
+        free = list_free()
         found = [
             RayNode(
                 node_id=node["NodeID"],
@@ -91,6 +104,7 @@ class Helper:
                 address=node["NodeManagerAddress"],
                 cpus=node["Resources"].get("CPU", 0.0),
                 gpus=int(node["Resources"].get("GPU", 0)),
+                free_gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
                 labels=_labels(node.get("Labels", {})),
                 is_parents=node["NodeID"] == mine,
             )
@@ -127,12 +141,21 @@ class Helper:
 
     def close(self) -> None:
         """Kill the agents, and leave Ray. Ray may wait for a head that is gone: then the process just ends."""
-        last = threading.Timer(CLOSE_S, os._exit, (0,))
+        last = threading.Timer(CLOSE_S, self._end)
         last.daemon = True
         last.start()
         for actor in self._actors.values():
             ray.kill(actor)
         ray.shutdown()
+        self._remove_directory()
+
+    def _end(self) -> None:
+        self._remove_directory()
+        os._exit(0)
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def main() -> None:

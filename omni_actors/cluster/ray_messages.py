@@ -13,13 +13,17 @@ LOCAL: Final = "local"
 
 
 class RayNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of Ray. labels: as "name=value". is_parents: whether the parent runs there."""
+    """A node of Ray. gpus, free_gpus: in all, and those that Ray has given to no job. labels: as "name=value".
+
+    is_parents: whether the parent runs there.
+    """
 
     node_id: str
     name: str
     address: str
     cpus: float
     gpus: int
+    free_gpus: int
     labels: tuple[str, ...]
     is_parents: bool
 

@@ -14,11 +14,12 @@ Rules
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import trio
 
@@ -27,12 +28,13 @@ from omni_actors.cluster.cluster_ring import ClusterRing, End
 from omni_actors.cluster.connection import Connection, closed_at_once, shake_hands
 from omni_actors.cluster.control import FROM_AGENT, MakeRing
 from omni_actors.cluster.handshake import Acceptor, HandshakeFailed
+from omni_actors.cluster.interfaces import AgentStarter, Places
 from omni_actors.cluster.placement import PARENT, Node, Place
 from omni_actors.cluster.pump import Pump
 from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.cluster.remote_worker import RemoteWorker
 from omni_actors.cluster.tls import Credentials
-from omni_actors.config.devices import VISIBLE
+from omni_actors.config.devices import VISIBLE, NoSuchDevice, at_places
 from omni_actors.errors import ClusterUnavailable, NoPlace
 from omni_actors.protocol.messages import NODE_VARIABLE, Address
 from omni_actors.supervisor.nodes import LinkState, NodeState
@@ -47,45 +49,6 @@ RESTART_S: Final = (1.0, 30.0)
 LINK_S: Final = 1.0
 """Seconds in which the loss of a node or the death of a worker explains that a link breaks."""
 MOST_STRANGERS: Final = 64
-
-
-class AgentStarter(Protocol):
-    """Starts the processes of agents."""
-
-    async def run(self, node: str, settings: AgentSettings) -> bool:
-        """Run one agent on a node until it has ended; cancelling kills it.
-
-        Return whether its process has ended for certain: False if its node cannot be asked.
-        """
-        ...
-
-
-class Places(Protocol):
-    """Where workers run, as nodes come and go."""
-
-    def find(self, address: Address) -> Place:
-        """Return the place of a worker that is to be started. Raises NoPlace."""
-        ...
-
-    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> Place:
-        """Wait until a worker has a place, and return it. on_waiting: called with the reason when it waits."""
-        ...
-
-    def started(self, address: Address) -> None:
-        """Note that a worker runs at its place."""
-        ...
-
-    def ended(self, address: Address) -> None:
-        """Note that nothing of a worker is left."""
-        ...
-
-    def join(self, node: Node) -> None:
-        """Use a node from now on."""
-        ...
-
-    def lose(self, name: str) -> None:
-        """Start no worker on a node any more."""
-        ...
 
 
 class _Link(NamedTuple):
@@ -167,8 +130,11 @@ class ClusterSpawner:
         except NoPlace as error:
             raise SpawnFailed(str(error)) from error
         environment = {**environment, NODE_VARIABLE: at.node}
-        if at.devices:
-            environment[VISIBLE] = ",".join(at.devices)
+        try:
+            if devices := self._devices(at):
+                environment[VISIBLE] = ",".join(devices)
+        except NoSuchDevice as error:
+            raise SpawnFailed(str(error)) from error
         agent = self._placed[address] = None if self._nodes[at.node].has(PARENT) else self._agents[at.node]
         self._places.started(address)
         try:
@@ -189,7 +155,14 @@ class ClusterSpawner:
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...]:
         """Wait until a worker can be started somewhere. Return its devices if that is the parent's node, else none."""
         at = await self._places.wait_place(address, on_waiting)
-        return at.devices if self._nodes[at.node].has(PARENT) else ()
+        return self._devices(at) if self._nodes[at.node].has(PARENT) else ()
+
+    def _devices(self, at: Place) -> tuple[str, ...]:
+        """Return the devices of a place as its starter knows them: on other nodes, places among those of the agent.
+
+        Raises NoSuchDevice.
+        """
+        return at_places(at.devices, os.environ.get(VISIBLE)) if self._nodes[at.node].has(PARENT) else at.devices
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         """Return a ring between two workers wherever they run, or between a worker and the client. Raises OSError."""

@@ -48,6 +48,14 @@ class DeviceLayoutError(OmniError):
         super().__init__(f"devices {list(self.devices)}: {reason}; accepted: {self.accepted}")
 
 
+class NoSuchDevice(OmniError):
+    """A process sees no device at a place. visible: those that it sees, as in CUDA_VISIBLE_DEVICES."""
+
+    def __init__(self, place: str, visible: Sequence[str]) -> None:
+        self.place, self.visible = place, tuple(visible)
+        super().__init__(f"there is no device {place}: the process that starts the worker sees {list(visible)}")
+
+
 def visible_devices(variable: str | None, present: int) -> tuple[str, ...] | None:
     """Return the names of the devices that a process sees; None: unknown.
 
@@ -65,6 +73,25 @@ def visible_devices(variable: str | None, present: int) -> tuple[str, ...] | Non
     names = [name.strip() for name in variable.split(",")]
     end = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
     return tuple(names[:end])
+
+
+def at_places(places: Sequence[str], variable: str | None) -> tuple[str, ...]:
+    """Return the names of the devices at some places among those that a process sees. Other names are left as they are.
+
+    variable: The process's value of CUDA_VISIBLE_DEVICES; None if it is not set, so that it sees all devices.
+
+    Raises NoSuchDevice.
+
+    >>> at_places(["0", "GPU-5a"], "6,7")
+    ('6', 'GPU-5a')
+    """
+    visible = visible_devices(variable, 0)
+    if visible is None:
+        return tuple(places)
+    for place in places:
+        if place.isdigit() and int(place) >= len(visible):
+            raise NoSuchDevice(place, visible)
+    return tuple(visible[int(place)] if place.isdigit() else place for place in places)
 
 
 def configured_devices(stage: Stage) -> tuple[Device, ...]:

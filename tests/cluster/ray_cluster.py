@@ -23,16 +23,23 @@ ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"
 
 
 class RayCluster(NamedTuple):
-    """address: of the head. raylets: the process of each node, by its name. gcs: that of the head's control store."""
+    """address: of the head. raylets: the process of each node, by its name. gcs: that of the head's control store.
+
+    taken: the devices that another job holds, by node.
+    """
 
     address: str
     raylets: dict[str, int]
     gcs: int
+    taken: dict[str, list[str]]
 
 
 @contextmanager
 def ray_cluster(*nodes: str) -> Iterator[RayCluster]:
-    """Run a Ray cluster with nodes of these names beside its head, "head"."""
+    """Run a Ray cluster with nodes of these names beside its head, "head".
+
+    "g:3:1" is a node "g" that claims to have three CUDA devices, one of which another job holds.
+    """
     command = [sys.executable, str(Path(__file__)), *nodes]
     environment = {**os.environ, **ENVIRONMENT}
     with subprocess.Popen(
@@ -52,21 +59,45 @@ def ray_cluster(*nodes: str) -> Iterator[RayCluster]:
                     part.kill()
 
 
+HOLDERS: list[Any] = []
+"""The actors of the other job, which live as long as this process refers to them."""
+
+
+def hold_devices(address: str, node_id: str, count: int) -> list[str]:
+    """Hold devices of a node as another job does, as long as the cluster lasts. Return which ones Ray gave it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    class Holder:
+        def devices(self) -> list[str]:
+            return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+    ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    HOLDERS.append(ray.remote(Holder).options(num_cpus=0, num_gpus=count, scheduling_strategy=there).remote())
+    devices: list[str] = ray.get(HOLDERS[-1].devices.remote())
+    return devices
+
+
 def main() -> None:
     """Run the cluster until stdin ends."""
     from ray.cluster_utils import Cluster
 
-    def of_node(name: str) -> dict[str, Any]:
-        return {"num_cpus": 2, "object_store_memory": STORE_BYTES, "node_name": name}
+    def of_node(name: str, gpus: int = 0) -> dict[str, Any]:
+        return {"num_cpus": 2, "num_gpus": gpus, "object_store_memory": STORE_BYTES, "node_name": name}
 
     told, sys.stdout = sys.stdout, sys.stderr
     cluster = Cluster(initialize_head=True, head_node_args={**of_node("head"), "include_dashboard": False})
-    nodes = {"head": cluster.head_node}
-    for name in sys.argv[1:]:
-        nodes[name] = cluster.add_node(**of_node(name))
+    nodes, taken = {"head": cluster.head_node}, {}
+    for argument in sys.argv[1:]:
+        name, gpus, held = (*argument.split(":"), "0", "0")[:3]
+        nodes[name] = cluster.add_node(**of_node(name, int(gpus)))
+        taken[name] = hold_devices(cluster.address, nodes[name].node_id, int(held)) if int(held) else []
     raylets = {name: node.all_processes["raylet"][0].process.pid for name, node in nodes.items()}
     gcs = cluster.head_node.all_processes["gcs_server"][0].process.pid
-    print(json.dumps({"address": cluster.address, "raylets": raylets, "gcs": gcs}), file=told, flush=True)
+    print(
+        json.dumps({"address": cluster.address, "raylets": raylets, "gcs": gcs, "taken": taken}), file=told, flush=True
+    )
     sys.stdin.read()
     cluster.shutdown()
 

@@ -21,6 +21,11 @@ NODES = [
     Node(name="a", labels=("gpu",), gpus=1),
     Node(name="b", labels=("gpu",), gpus=2),
 ]
+SEEN = {
+    "a": ("env", "CUDA_VISIBLE_DEVICES=3"),
+    "b": ("env", "CUDA_VISIBLE_DEVICES=4,GPU-6"),
+}
+"""The devices that the agent of each node sees: those that it was given of more."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +53,29 @@ async def test_workers_get_the_devices_of_their_nodes_whatever_the_parent_has() 
     await locks.acquire(["0"], 10.0)
     try:
         async with (
-            open_cluster(NODES, SubprocessAgents(), Placements(configured, NODES)) as spawner,
+            open_cluster(NODES, SubprocessAgents(SEEN), Placements(configured, NODES)) as spawner,
             OmniSystem.open(configured, spawner=spawner) as omni,
         ):
             await omni.scale("only", 3)
             nodes = {agent.pid: node for node, agent in spawner.agents.items()}
             workers = [psutil.Process(each.pid) for each in omni.health().stages["only"] if each.pid]
             found = [(nodes[each.ppid()], each.environ()["CUDA_VISIBLE_DEVICES"]) for each in workers]
-            assert sorted(found) == [("a", "0"), ("b", "0"), ("b", "1")]
+            assert sorted(found) == [("a", "3"), ("b", "4"), ("b", "GPU-6")]
     finally:
         locks.release()
+
+
+async def test_a_worker_is_not_started_on_a_device_that_its_agent_does_not_see() -> None:
+    configured = pipeline()
+    agents = SubprocessAgents(SEEN | {"b": ("env", "CUDA_VISIBLE_DEVICES=4")})
+    places = Placements(configured, NODES)
+    async with (
+        open_cluster(NODES, agents, places) as spawner,
+        OmniSystem.open(configured, spawner=spawner, overrides={"stages.only.replicas": 3}) as omni,
+    ):
+        states = {each.replica: (each.state, each.note) for each in omni.health().stages["only"]}
+        assert {number: state for number, (state, _) in states.items()} == {0: "ready", 1: "ready", 2: "failed"}
+        assert "there is no device 1: the process that starts the worker sees ['4']" in states[2][1]
 
 
 async def test_on_one_machine_the_section_cluster_has_no_effect() -> None:

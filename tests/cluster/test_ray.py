@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import NamedTuple
 
+import msgspec
 import psutil
 import pytest
+import trio
 
 from omni_actors import OmniSystem
 from omni_actors.cluster.placement import PARENT, Node
 from omni_actors.cluster.ray_nodes import RayAgents, open_ray
 from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
+from omni_actors.config import Cluster, Pipeline, Stage
+from omni_actors.config.schema import Autoscale
 from omni_actors.errors import ClusterUnavailable, NoPlace
 from tests.cluster.long_answers import (
     ask_long,
@@ -155,6 +162,58 @@ async def test_a_system_goes_on_without_the_head(mortal_cluster: RayCluster) -> 
         await wait_restarted(on.omni, "second", 2)
         check_exact(after := ask_long(on.omni), await read(after))
         assert generation_of(on.omni, "first") == 1
+
+
+async def test_workers_get_the_devices_that_ray_gave_their_agent_and_none_of_another_job() -> None:
+    """The devices are claimed: this machine needs none."""
+    stage = Stage(
+        engine="tests.cluster.device_engine:without_devices",
+        accepts=("script",),
+        emits="audio",
+        device="cuda",
+        replicas=2,
+        autoscale=Autoscale(max=2),
+    )
+    pipeline = Pipeline(name="devices", stages={"only": stage}, cluster=Cluster(nodes={"only": "g"}))
+    with ray_cluster("g:4:1") as cluster:
+        async with OmniSystem.open(pipeline, cluster=cluster.address) as omni:
+            workers = [psutil.Process(pid_of(omni, "only", replica)) for replica in range(2)]
+            found = [worker.environ()["CUDA_VISIBLE_DEVICES"] for worker in workers]
+            [taken] = cluster.taken["g"]
+            assert len(found) == len({*found, taken}) - 1 == 2
+            assert {*found} < {"0", "1", "2", "3"}
+        full = msgspec.structs.replace(stage, replicas=4, autoscale=None)
+        with pytest.raises(NoPlace, match="no devices for another worker"):
+            async with OmniSystem.open(
+                msgspec.structs.replace(pipeline, stages={"only": full}), cluster=cluster.address
+            ):
+                pytest.fail("the block began")
+
+
+async def test_a_ray_that_was_started_here_leaves_no_file_and_has_tls_where_the_pipeline_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = Path(mkdtemp(prefix="r-", dir="/tmp"))  # Ray's sockets need a short path
+    monkeypatch.setenv("RAY_TMPDIR", str(directory))
+    placed = {"cluster": {"spread": ["first"], "tls": True}, "stages.first.replicas": 2}
+    try:
+        async with OmniSystem.open("echo", cluster="local", overrides=placed) as omni:
+            assert [each.name for each in directory.iterdir()]
+            nodes = {each.node for each in omni.health().stages["first"]}
+            assert nodes == omni.health().nodes.keys()
+            assert len(nodes) == 2
+            outputs = [output async for output in omni.generate("hello")]
+            assert outputs[0].delta == "hello"
+            assert isinstance(omni._cluster, ClusterSpawner)
+            assert await trio.to_thread.run_sync(certificate_at, omni._cluster.address)
+        assert not list(directory.iterdir())
+    finally:
+        shutil.rmtree(directory)
+
+
+def certificate_at(address: tuple[str, int]) -> bytes:
+    """Return the certificate of a server, whatever it is."""
+    return ssl.get_server_certificate(address).encode()
 
 
 async def test_an_address_without_a_cluster_is_reported() -> None:

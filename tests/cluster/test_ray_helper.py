@@ -12,7 +12,7 @@ import trio
 from omni_actors.cluster.ray_messages import RayNode, Started
 from omni_actors.cluster.ray_nodes import open_ray
 
-NODE = RayNode(node_id="1", name="a", address="127.0.0.1", cpus=1.0, gpus=0, labels=(), is_parents=True)
+NODE = RayNode(node_id="1", name="a", address="127.0.0.1", cpus=1.0, gpus=0, free_gpus=0, labels=(), is_parents=True)
 
 
 async def test_a_helper_that_ends_at_once_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

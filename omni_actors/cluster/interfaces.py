@@ -1,0 +1,49 @@
+"""What the spawner of a cluster needs: something that starts agents, and something that says where workers run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from omni_actors.cluster.agent import AgentSettings
+from omni_actors.cluster.placement import Node, Place
+from omni_actors.protocol.messages import Address
+
+
+class AgentStarter(Protocol):
+    """Starts the processes of agents."""
+
+    async def run(self, node: str, settings: AgentSettings) -> bool:
+        """Run one agent on a node until it has ended; cancelling kills it.
+
+        Return whether its process has ended for certain: False if its node cannot be asked.
+        """
+        ...
+
+
+class Places(Protocol):
+    """Where workers run, as nodes come and go."""
+
+    def find(self, address: Address) -> Place:
+        """Return the place of a worker that is to be started. Raises NoPlace."""
+        ...
+
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> Place:
+        """Wait until a worker has a place, and return it. on_waiting: called with the reason when it waits."""
+        ...
+
+    def started(self, address: Address) -> None:
+        """Note that a worker runs at its place."""
+        ...
+
+    def ended(self, address: Address) -> None:
+        """Note that nothing of a worker is left."""
+        ...
+
+    def join(self, node: Node) -> None:
+        """Use a node from now on."""
+        ...
+
+    def lose(self, name: str) -> None:
+        """Start no worker on a node any more."""
+        ...
