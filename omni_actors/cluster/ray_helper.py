@@ -26,7 +26,6 @@ from typing import Any, Final
 
 import msgspec
 import ray
-from ray._common.utils import get_default_system_temp_dir
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -76,10 +75,10 @@ class Helper:
     def __init__(self, address: str) -> None:
         self._actors: dict[int, Any] = {}
         local = address == LOCAL
-        self._directory = (
-            tempfile.mkdtemp(prefix="omni-actors-ray-", dir=get_default_system_temp_dir()) if local else None
-        )
+        self._directory: str | None = None
         """Where a Ray that is started here keeps its logs and sockets, until the end."""
+        if local:
+            self._directory = tempfile.mkdtemp(prefix="omni-actors-ray-", dir=os.environ.get("RAY_TMPDIR"))
         if ":" in address:  # Ray itself would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
