@@ -1,0 +1,205 @@
+"""deploy/kuberay.yaml: what can be checked of it without Kubernetes, and its two commands, run as processes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from omni_actors import config
+from omni_actors.serve.command import serve_command
+from omni_actors.serve.settings import DEFAULTS
+from tests.support.http_server import NO_TLS
+from tests.support.readme import ROOT
+
+DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all((ROOT / "deploy" / "kuberay.yaml").read_text()))
+WATCHDOG_S = 100.0
+
+
+def document(kind: str) -> dict[str, Any]:
+    [found] = [each for each in DOCUMENTS if each["kind"] == kind]
+    return found
+
+
+CLUSTER = document("RayCluster")["spec"]
+HEAD, [GROUP] = CLUSTER["headGroupSpec"], CLUSTER["workerGroupSpecs"]
+PIPELINE: str = document("ConfigMap")["data"]["pipeline.yaml"]
+
+
+def container(group: dict[str, Any]) -> dict[str, Any]:
+    [found] = group["template"]["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def serve_arguments() -> list[str]:
+    """Return what the head's command passes to "omni-actors serve"."""
+    [command] = container(HEAD)["args"]
+    words = shlex.split(command.partition("exec omni-actors ")[2].replace("\\\n", " "))
+    assert words[0] == "serve"
+    return words[1:]
+
+
+def test_the_program_accepts_the_command_line() -> None:
+    arguments = ["voice" if word == "$OMNI_ACTORS_PIPELINE" else word for word in serve_arguments()]
+    params = serve_command.make_context("serve", arguments).params
+    assert (params["cluster"], params["port"], params["host"]) == ("auto", 8091, "0.0.0.0")
+    needs_s = params["drain_notice_s"] + DEFAULTS.drain_s + 10
+    assert HEAD["template"]["spec"]["terminationGracePeriodSeconds"] > needs_s
+
+
+def test_the_pipeline_is_valid_and_asks_for_labels_that_its_pods_have(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(PIPELINE)
+    pipeline = config.load(file)
+    assert pipeline.cluster is not None
+    assert pipeline.cluster.tls
+    labels = {"parent", *(f"{name}={value}" for name, value in GROUP["labels"].items())}
+    assert {*pipeline.cluster.nodes.values()} == labels
+    assert pipeline.cluster.nodes.keys() == pipeline.stages.keys()
+
+
+def test_the_version_of_ray_is_the_one_that_is_installed_with_the_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"ray=={CLUSTER['rayVersion']}" in extras["cluster"]
+
+
+def test_every_name_that_is_referred_to_is_there() -> None:
+    name = document("RayCluster")["metadata"]["name"]
+    assert document("RayCluster")["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+    assert document("Service")["spec"]["selector"] == {"ray.io/cluster": name, "ray.io/node-type": "head"}
+    assert document("NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == {"ray.io/cluster": name}
+    for group in (HEAD, GROUP):
+        volumes = {volume["name"]: volume for volume in group["template"]["spec"]["volumes"]}
+        assert {mount["name"] for mount in container(group)["volumeMounts"]} == volumes.keys()
+        assert volumes["pipeline"]["configMap"]["name"] == document("ConfigMap")["metadata"]["name"]
+        assert int(group["rayStartParams"]["object-store-memory"]) < 128 << 20  # of the volume for /dev/shm
+    ports = {port["name"]: port["containerPort"] for port in container(HEAD)["ports"]}
+    [service] = document("Service")["spec"]["ports"]
+    assert ports[service["targetPort"]] == service["port"] == 8091
+    probes = [probe["httpGet"] for name, probe in container(HEAD).items() if name.endswith("Probe")]
+    assert [(probe["port"], probe["path"]) for probe in probes] == [
+        ("http", "/ping"),
+        ("http", "/ping"),
+        ("http", "/page/icon.svg"),
+    ]
+    variables = {variable["name"] for variable in container(HEAD)["env"]}
+    assert variables == {"NODES", "OMNI_ACTORS_PIPELINE", "OMNI_ACTORS_API_KEY"}
+    [nodes] = [int(variable["value"]) for variable in container(HEAD)["env"] if variable["name"] == "NODES"]
+    assert nodes == 1 + GROUP["replicas"]
+    assert "env" not in container(GROUP), "the key is the server's alone"
+
+
+@contextmanager
+def running(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a container's command as a process. Nothing of it is left after the block: all have the same RAY_TMPDIR."""
+    with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+        try:
+            yield process
+        finally:
+            for part in psutil.process_iter():
+                with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    if part.environ().get("RAY_TMPDIR") == environment["RAY_TMPDIR"]:
+                        part.kill()
+
+
+def until(condition: Any, what: str, log: Path) -> None:
+    give_up = time.monotonic() + WATCHDOG_S
+    while not condition():
+        assert time.monotonic() < give_up, f"waited for {what}: {log.read_text()}"
+        time.sleep(0.1)
+
+
+def address_of_head(log: Path) -> str:
+    """Wait until the head can be joined, as a container of KubeRay does before that of a worker starts."""
+    until(lambda: "ray start --address=" in log.read_text(), "the head", log)
+    return log.read_text().partition("ray start --address='")[2].partition("'")[0]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_the_commands_of_both_containers_serve_a_pipeline_and_drain(tmp_path: Path) -> None:
+    """What KubeRay generates is in the environment. The echo pipeline and free ports take the place of the file's."""
+    gcs, http = free_port(), free_port()
+    directory = mkdtemp(prefix="k-", dir="/tmp")  # Ray's sockets need a short path
+    pipeline, logs = tmp_path / "pipeline.yaml", (tmp_path / "head", tmp_path / "worker")
+    pipeline.write_text(
+        "extends: echo\nstages: {first: {accepts: [messages]}}\n"
+        "cluster: {tls: true, nodes: {first: parent, second: role=compute}}\n"
+    )
+    start = "ray start --block --object-store-memory=83886080"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    common = {
+        **os.environ,
+        "RAY_ADDRESS": f"127.0.0.1:{gcs}",
+        "PATH": path,
+        "RAY_TMPDIR": directory,
+        "PYTHONPATH": str(ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": CLUSTER["authOptions"]["mode"],
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    head = common | {
+        "KUBERAY_GEN_RAY_START_CMD": f"{start} --head --port={gcs} --num-cpus=0 --include-dashboard=false",
+        "OMNI_ACTORS_PIPELINE": str(pipeline),
+        "OMNI_ACTORS_API_KEY": "secret",
+        "NODES": "2",
+    }
+    [line] = container(HEAD)["args"]
+    line = line.replace("8091", str(http)).replace("0.0.0.0", "127.0.0.1")
+    client = httpx.Client(base_url=f"http://127.0.0.1:{http}", timeout=WATCHDOG_S, verify=NO_TLS)
+
+    def answers(path: str) -> bool:
+        with suppress(httpx.TransportError):
+            return client.get(path).status_code == 200
+        return False
+
+    try:
+        with (
+            client,
+            running([*container(HEAD)["command"], line], head, logs[0]) as on_head,
+            running(
+                [*container(GROUP)["command"], *container(GROUP)["args"]],
+                common
+                | {
+                    "KUBERAY_GEN_RAY_START_CMD": f"{start} --labels=role=compute --num-cpus=2"
+                    f" --address={address_of_head(logs[0])}"
+                },
+                logs[1],
+            ),
+        ):
+            until(lambda: answers("/ping"), "the server", logs[0])
+            assert answers("/page/icon.svg"), "the probes have no key"
+            health = client.get("/health", headers={"authorization": "Bearer secret"}).json()
+            assert set(health["nodes"]) == {each[0]["node"] for each in health["stages"].values()}
+            raylets = [each for each in psutil.Process(on_head.pid).children(recursive=True) if each.name() == "raylet"]
+            assert raylets
+            assert "OMNI_ACTORS_API_KEY" not in raylets[0].environ()
+            subprocess.run(container(GROUP)["livenessProbe"]["exec"]["command"], check=True)
+            on_head.send_signal(signal.SIGTERM)
+            assert on_head.wait(WATCHDOG_S) == 0
+    finally:
+        shutil.rmtree(directory)
