@@ -120,10 +120,14 @@ def running(command: list[str], environment: dict[str, str], log: Path) -> Itera
         try:
             yield process
         finally:
+            found = list[psutil.Process]()
             for part in psutil.process_iter():
                 with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     if part.environ().get("RAY_TMPDIR") == environment["RAY_TMPDIR"]:
-                        part.kill()
+                        found += [part, *part.children()]  # some of Ray's write their name over their environment
+            for part in found:
+                with suppress(psutil.NoSuchProcess):
+                    part.kill()
 
 
 def until(condition: Any, what: str, log: Path) -> None:
