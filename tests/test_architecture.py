@@ -304,6 +304,8 @@ def private_owner(name: str) -> str | None:
 PRIVATE_IMPORTS = {
     # The simulation sets the order in which trio runs tasks, for which trio has no public interface.
     *(("omni_actors.stress.simulation.simulation", "trio"), ("omni_actors.stress.simulation.determinism", "trio")),
+    # What is free on each node: Ray calls the function an interface for developers, and its version is pinned.
+    ("omni_actors.cluster.ray_helper", "ray"),
 }
 
 
