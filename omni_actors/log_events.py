@@ -258,7 +258,8 @@ class ServerFailed(LogEvent, frozen=True, kw_only=True, omit_defaults=True):
         error: the class of the error, such as "StageFailed".
         reason: the error's sentence.
         code: the server's exit code.
-        stage, replica, generation, pid, signal, exit_code: the worker whose death is the reason; absent if none is.
+        stage, replica, generation, pid, node, signal, exit_code: the worker whose death is the reason; absent if none
+            is.
     """
 
     level: ClassVar[int] = logging.CRITICAL
@@ -269,6 +270,7 @@ class ServerFailed(LogEvent, frozen=True, kw_only=True, omit_defaults=True):
     replica: int | None = None
     generation: int | None = None
     pid: int | None = None
+    node: str | None = None
     signal: str | None = None
     exit_code: int | None = None
 

@@ -74,10 +74,11 @@ class EdgeRing(Protocol):
 class Worker(ABC):
     """A running worker, wherever it runs."""
 
+    node: str | None = None
+    """The name of its node; None without a cluster."""
+
     def __init__(self, pid: int, mailbox: WorkerMailbox) -> None:
         self.pid, self.mailbox = pid, mailbox
-        self.node: str | None = None
-        """The name of its node; None without a cluster."""
         self._exit: WorkerExit | None = None
         self._ending, self._dead = trio.Event(), trio.Event()
 

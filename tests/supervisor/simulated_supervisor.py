@@ -45,7 +45,7 @@ class SimulatedWorker:
         self.address, self.pid, self._log, self._nursery = address, pid, log, nursery
         self._messages, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self.mailbox = self
-        self.fault = None
+        self.fault = self.node = None
         self.load_s, self.turn_s, self.wedged = 0.0, 0.0, False
         self._exit: WorkerExit | None = None
         self._dead = trio.Event()
