@@ -82,13 +82,17 @@ class Helper:
         if ":" in address:  # Ray itself would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        ray.init(
-            address=None if local else address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **(LOCAL_OPTIONS | {"_temp_dir": self._directory} if local else {}),
-        )
+        try:
+            ray.init(
+                address=None if local else address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **(LOCAL_OPTIONS | {"_temp_dir": self._directory} if local else {}),
+            )
+        except BaseException:
+            self._remove_directory()
+            raise
 
     def nodes(self) -> Started:
         """Return the nodes that are alive now."""
