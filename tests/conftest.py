@@ -8,6 +8,7 @@ Rules
 3. In CI, Hypothesis draws the same examples each time, so that a failed run can be repeated.
 4. With pytest-xdist (`make test`), the tests of one file run in one process, and so do files that share a session
    fixture which is expensive to make. The files that take longest begin first, so that no process idles at the end.
+5. `--world` says where the workers of all systems run that tests open: see ``tests.support.worlds``.
 """
 
 from __future__ import annotations
@@ -89,6 +90,12 @@ class ByFile(LoadScopeScheduling):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-api", action="store_true", help="Store what the tests of tests/api find (see there).")
+    parser.addoption(
+        "--world",
+        choices=("local", "agents", "ray"),
+        default="local",
+        help="Where workers run (see tests/support/worlds.py).",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,7 +109,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (world := config.getoption("--world")) != "local":
+        for item in items:
+            if (marker := item.get_closest_marker("one_machine")) is not None:
+                item.add_marker(pytest.mark.skip(reason=f"not in the world {world!r}: {marker.args[0]}"))
     place = {file: number for number, file in enumerate(ByFile.FIRST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))  # stable
 
@@ -126,13 +137,14 @@ def ours(pids: Iterable[int]) -> list[psutil.Process]:
         with suppress(OSError, psutil.NoSuchProcess):  # another user's process, or one that has exited
             if pid in children or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(psutil.Process(pid))
-    return [process for process in found if not _is_resource_tracker(process)]
+    return [process for process in found if not _outlives_tests(process)]
 
 
-def _is_resource_tracker(process: psutil.Process) -> bool:
-    """multiprocessing keeps one such process until the interpreter exits."""
+def _outlives_tests(process: psutil.Process) -> bool:
+    """multiprocessing keeps a process until the interpreter exits; Ray, of a wider fixture, some for later actors."""
     try:
-        return any("resource_tracker" in argument for argument in process.cmdline())
+        command = " ".join(process.cmdline())
+        return any(part in command for part in ("resource_tracker", "ray::IDLE", "default_worker.py"))
     except psutil.Error:
         return False
 
@@ -167,6 +179,18 @@ def used_by_others(names: set[str]) -> set[str]:
             maps = Path(f"/proc/{pid}/maps").read_text()
             used |= {name for name in names if f"/dev/shm/{name}\n" in maps}
     return used
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _world(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rule 5."""
+    if (world := request.config.getoption("--world")) == "local":
+        yield
+        return
+    from tests.support.worlds import in_world  # later than the settings above
+
+    with in_world(world):
+        yield
 
 
 @pytest.fixture(scope="session")

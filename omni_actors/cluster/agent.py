@@ -59,6 +59,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         number: Its number, by which the parent recognises it.
         parent: Host and port at which the parent accepts control connections.
         host: The node's own IP address, at which the agent accepts links. None: that of its control connection.
+        import_path: Where the parent looks for modules, so that workers find the engines that it finds.
         secret: What both sides prove to know.
         lease_s: The length of its lease, in seconds.
         tls: What it uses TLS with, to the parent and on its links; None: it uses none.
@@ -70,6 +71,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: Annotated[float, msgspec.Meta(gt=0)]
     host: str | None = None
     tls: Credentials | None = None
+    import_path: tuple[str, ...] = ()
 
 
 class AgentFailed(Exception):
@@ -81,6 +83,7 @@ async def run_agent(settings: AgentSettings) -> None:
 
     Cancelling it kills its workers. Raises AgentFailed, OSError (no descriptors).
     """
+    sys.path += [each for each in settings.import_path if each not in sys.path]  # workers get what is in it
     timer = KillTimer()
     timer.kill_at(now() + HANDSHAKE_S + settings.lease_s)
     try:

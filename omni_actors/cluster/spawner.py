@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -293,6 +294,7 @@ class ClusterSpawner:
             secret=self._secret,
             lease_s=self._lease_s,
             tls=self._credentials,
+            import_path=_import_path(),
         )
         if await self._starter.run(agent.node, settings):
             agent.process_ended()
@@ -322,6 +324,11 @@ class ClusterSpawner:
                 return
             received, sent = acceptor.keys()
             await agent.run(Connection(stream, (sent, received), FROM_AGENT))
+
+
+def _import_path() -> tuple[str, ...]:
+    """Return where this process looks for modules."""
+    return tuple(os.path.abspath(each) for each in sys.path)
 
 
 @asynccontextmanager
