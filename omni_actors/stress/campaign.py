@@ -36,11 +36,17 @@ notes = Console(stderr=True, highlight=False)
 class Campaign:
     """Runs against one pipeline. Each method returns the violations that it found."""
 
-    def __init__(self, config: str, overrides: Mapping[str, Any], json_file: Path | None) -> None:
-        """Run each request once without faults, for the oracle. Raises ConfigError, StageFailed."""
+    def __init__(
+        self, config: str, overrides: Mapping[str, Any], json_file: Path | None, cluster: str | None = None
+    ) -> None:
+        """Run each request once without faults and without nodes, for the oracle. Raises ConfigError, StageFailed.
+
+        cluster: see ``Workload``.
+        """
         self._config, self._overrides, self._json_file = config, overrides, json_file
         self._mark = os.environ[leaks.MARKER] = uuid.uuid4().hex
         self._workload = workload_of(config, overrides)
+        self._workload.cluster = cluster
         with notes.status("running the requests without faults"):
             ask_oracle(self._workload)
 
@@ -122,7 +128,8 @@ class Campaign:
         self._write({**how, **tally.as_json()})
 
     def _write(self, figures: Mapping[str, Any]) -> None:
-        _write_json(self._json_file, {"config": self._config, "overrides": self._overrides, **figures})
+        what = {"config": self._config, "overrides": self._overrides, "cluster": self._workload.cluster}
+        _write_json(self._json_file, {**what, **figures})
 
     def _print_violations(self, violations: Sequence[Violation], failing: schedules.Schedule | None) -> None:
         _print_violations(violations)
@@ -130,6 +137,8 @@ class Campaign:
             values = {path: msgspec.json.encode(value).decode() for path, value in self._overrides.items()}
             overrides = [f"--set={path}={value}" for path, value in values.items()]
             command = ["python", "-m", "omni_actors.stress", self._config, *overrides]
+            if self._workload.cluster is not None:
+                command.append(f"--cluster={self._workload.cluster}")
             again = shlex.join([*command, "--replay", schedules.encode(failing)])
             click.echo(f"repeat it with (processes race: add --times 20):\n{again}", err=True)
 

@@ -28,6 +28,12 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--replay", metavar="SCHEDULE", help="Run this schedule only.")
 @click.option("--times", default=1, show_default=True, type=AT_LEAST_1, help="How often to run that schedule.")
 @click.option("--soak", is_flag=True, help="One system at full load, a fault every 2 s: memory and throughput.")
+@click.option(
+    "--cluster",
+    metavar="NODES",
+    help='Run the workers on nodes that share this machine, and hit these, too: "agents" starts two; or the address of '
+    "a Ray cluster of this machine.",
+)
 @click.option("--simulate", type=AT_LEAST_1, help="Run this many schedules on simulated workers, in virtual time.")
 @click.option(
     "--nodes",
@@ -51,6 +57,7 @@ def stress_command(
     replay: str | None,
     times: int,
     soak: bool,
+    cluster: str | None,
     simulate: int | None,
     nodes: int | None,
     json_file: Path | None,
@@ -73,7 +80,7 @@ def stress_command(
             raise SystemExit(1)
         return
     with click_errors(verbose=True):
-        campaign = campaigns.Campaign(config, configuration.parse_overrides(assignments), json_file)
+        campaign = campaigns.Campaign(config, configuration.parse_overrides(assignments), json_file, cluster)
         if soak:
             violations = campaign.soak(minutes)
         elif replay is not None:

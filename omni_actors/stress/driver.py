@@ -28,6 +28,7 @@ from typing import assert_never
 
 import trio
 
+from omni_actors.cluster.spawner import ClusterSpawner
 from omni_actors.stress import judge, schedule
 from omni_actors.stress.adapters import switch
 from omni_actors.stress.client import LoadClient
@@ -35,6 +36,7 @@ from omni_actors.stress.controls import Controls
 from omni_actors.stress.faults import KillHelper, RefusingSpawner, Victim, kill_parent
 from omni_actors.stress.health_watch import HealthWatch
 from omni_actors.stress.judge import ObservedDeath, TrackedRequest, Violation
+from omni_actors.stress.node_faults import NodeFaults
 from omni_actors.stress.report import Tally, Timing
 from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
@@ -71,12 +73,13 @@ class Driver:
         workload: Workload,
         load: schedule.Load,
         spawner: RefusingSpawner,
+        cluster: ClusterSpawner | None,
         kill_helper: KillHelper,
         nursery: trio.Nursery,
         adapters: Sequence[Path],
         controls: Controls,
     ) -> None:
-        """adapters: the versions of the workload's LoRA adapter."""
+        """adapters: the versions of the workload's LoRA adapter. cluster: the workers' nodes, if there are some."""
         self._workload, self._load, self._nursery = workload, load, nursery
         self._omni, self._adapters, self.controls = omni, adapters, controls
         self.spawner, self._kill_helper = spawner, kill_helper
@@ -98,6 +101,9 @@ class Driver:
         """pids."""
         self.requested_deaths: Counter[str] = Counter()
         """By stage: deaths that were caused without naming a pid."""
+        self.node_faults = NodeFaults(
+            cluster, kill_helper, lambda: self.watch.replicas, self._inject, self._follow_soon, self.killed
+        )
         self._submitted: list[TrackedRequest] = []
         self._following: list[_Injection] = []
         self._operation = 0
@@ -155,6 +161,16 @@ class Driver:
                 self._kill("no memory for rings", stage)
             case schedule.Orphan(loading):
                 await self._orphan(loading=loading)
+            case schedule.KillAgent(node):
+                self.node_faults.end_agent("SIGKILL of an agent", node, signal.SIGKILL)
+            case schedule.FreezeAgent(node):
+                self.node_faults.end_agent("SIGSTOP of an agent", node, signal.SIGSTOP)
+            case schedule.PauseAgent(node, ms):
+                self._nursery.start_soon(self._pause_agent, node, ms / 1000)
+            case schedule.CutControl(node):
+                self.node_faults.cut_control(node)
+            case schedule.CutLinks(node):
+                self.node_faults.cut_links(node)
             case _:
                 assert_never(operation)
 
@@ -167,7 +183,9 @@ class Driver:
         self.client.judge_ended()
         following = [injection.at for injection in self._following]
         old = self.watch.forget(min([time.monotonic(), *following, *(each.submitted for each in self.client.open)]))
-        unexplained, self.requested_deaths = judge.check_deaths(old, self.killed, self.requested_deaths)
+        unexplained, self.requested_deaths = judge.check_deaths(
+            old, self.killed, self.requested_deaths, explanations=self.node_faults.explanations
+        )
         self.violations += [(time.monotonic(), violation) for violation in unexplained]
         self.killed -= {death.pid for death in old}
 
@@ -251,7 +269,7 @@ class Driver:
                     injections.append(self._inject(fault + " while loading" * loading, stage, victim.pid))
             order = self._kill_helper.send(number, victims) if victims else None
         for injection in injections:
-            self._follow_soon(injection, order=order)
+            self._follow_soon(injection, order)
 
     async def _pause(self, stage: str, for_s: float) -> None:
         with suppress(ProcessLookupError), self._victim(stage) as victim:
@@ -265,6 +283,12 @@ class Driver:
                     victim.send(signal.SIGCONT)
                 self._unfollowed -= 1
 
+    async def _pause_agent(self, node: int, for_s: float) -> None:
+        shortest_s = min(stage.step_timeout_s for stage in self._workload.pipeline.stages.values())
+        self._unfollowed += 1
+        await self.node_faults.pause_agent(node, min(for_s, shortest_s / 2))
+        self._unfollowed -= 1
+
     def _crash(self, crash: schedule.Crash) -> None:
         stage = crash.stage
         if stage in self.watch.given_up:
@@ -276,7 +300,7 @@ class Driver:
         template = self._workload.probe(stage)
         carrier = self.client.submit(template, crash.on_failure, hooks={"stage": stage, **hooks})
         self._nursery.start_soon(self._count_crashing, stage, carrier)
-        self._follow_soon(injection, carrier)
+        self._follow_soon(injection, carrier=carrier)
 
     async def _count_crashing(self, stage: str, carrier: TrackedRequest) -> None:
         self._unfollowed += 1
@@ -309,11 +333,11 @@ class Driver:
     # following faults
 
     def _follow_soon(
-        self, injection: _Injection, carrier: TrackedRequest | None = None, order: int | None = None
+        self, injection: _Injection, order: int | None = None, carrier: TrackedRequest | None = None
     ) -> None:
         """Follow a fault until a request that needs its stage is answered.
 
-        carrier: the request that causes it. order: the kill helper's number for it.
+        order: the kill helper's number for it. carrier: the request that causes it.
         """
         self._following.append(injection)
         self._nursery.start_soon(self._follow, injection, carrier, order)

@@ -21,8 +21,8 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -31,29 +31,45 @@ import trio
 from omni_actors.protocol.messages import Address
 from omni_actors.stress import kill_helper, leaks
 from omni_actors.stress.workload import Workload
-from omni_actors.supervisor.process import LocalSpawner
-from ringbuf import Ring
+from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, Spawner, Worker
 
 ORPHANED_S = 5.0
 """Within this time, workers whose parent was killed must be gone."""
 
 
-class RefusingSpawner(LocalSpawner):
-    """Starts local workers, and refuses memory for the next ``refusals`` rings of a stage."""
+class RefusingSpawner:
+    """Starts workers with another spawner, and refuses memory for the next ``refusals`` rings of a stage.
 
-    def __init__(self) -> None:
-        super().__init__()
+    Every worker has the run's mark (``leaks.MARKER``), on whichever node: those of Ray do not inherit it.
+    """
+
+    def __init__(self, spawner: Spawner) -> None:
+        self._spawner = spawner
         self.refusals: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         """By stage: how many of its rings were refused."""
 
-    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
+    async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...] | None:
+        return await self._spawner.wait_place(address, on_waiting)
+
+    def spawn(
+        self,
+        address: Address,
+        mailbox_capacity: int,
+        *,
+        environment: Mapping[str, str] = NO_VARIABLES,
+        lock_fds: Sequence[int] = (),
+    ) -> AbstractAsyncContextManager[Worker]:
+        marked = {leaks.MARKER: os.environ[leaks.MARKER], **environment}
+        return self._spawner.spawn(address, mailbox_capacity, environment=marked, lock_fds=lock_fds)
+
+    def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         for stage in (producer.stage, consumer.stage):
             if self.refusals[stage] > 0:
                 self.refusals[stage] -= 1
                 self.refused.update({producer.stage, consumer.stage})
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().create_ring(producer, consumer, capacity, generation)
+        return self._spawner.create_ring(producer, consumer, capacity, generation)
 
 
 class KillHelper(AbstractContextManager["KillHelper"]):
@@ -130,8 +146,9 @@ async def kill_parent(workload: Workload, *, loading: bool) -> tuple[float, list
     """SIGKILL a process that runs the pipeline. Returns how many seconds its workers outlived it, and what was left."""
     mark = uuid.uuid4().hex
     pipeline = msgspec.json.encode(workload.pipeline)
+    where = [] if workload.cluster is None else [workload.cluster]
     process = subprocess.Popen(  # noqa: ASYNC220 - trio's own starts a thread, which would look like a leak
-        [sys.executable, "-m", "omni_actors.stress.parent", "loading" if loading else "serving"],
+        [sys.executable, "-m", "omni_actors.stress.parent", "loading" if loading else "serving", *where],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, leaks.MARKER: mark},

@@ -20,7 +20,7 @@ other        a violation
 
 No request that is submitted while generation is paused is answered before generation goes on.
 
-A worker may die only where the harness killed it, asked its engine to end it, or scaled its stage down.
+A worker may die only where the harness killed it, asked its engine to end it, scaled its stage down, or hit its node.
 """
 
 from __future__ import annotations
@@ -117,6 +117,18 @@ class Period:
     def contains(self, request: TrackedRequest) -> bool:
         """Whether the request was submitted, and ended, in the period."""
         return self.began < request.submitted and request.ended < self.ended
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Ends of workers that a fault of a node explains: those whose reason has one of these words, in this time."""
+
+    words: tuple[str, ...]
+    began: float
+    ended: float
+
+    def covers(self, death: ObservedDeath) -> bool:
+        return self.began <= death.at <= self.ended and any(each in death.exit for each in self.words)
 
 
 @dataclass(frozen=True)
@@ -237,16 +249,19 @@ def check_deaths(
     killed: Collection[int],
     requested_deaths: Mapping[str, int],
     scaled: Collection[Period] = (),
+    explanations: Collection[Explanation] = (),
 ) -> tuple[list[Violation], Counter[str]]:
     """Return the deaths without a cause, and what is left of ``requested_deaths``.
 
     killed: pids that the harness killed. requested_deaths: by stage, how many deaths it caused without naming a pid.
-    scaled: when it scaled stages.
+    scaled: when it scaled stages. explanations: what its faults of nodes explain.
     """
     left = Counter(requested_deaths)
     found = []
     for death in deaths:
         if death.pid in killed or "restarted with stage" in death.exit or _was_removed(death, scaled):
+            continue
+        if any(each.covers(death) for each in explanations):
             continue
         if left[death.stage] > 0:
             left[death.stage] -= 1

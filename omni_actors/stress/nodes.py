@@ -22,6 +22,7 @@ from omni_actors.cluster.spawner import AgentStarter, ClusterSpawner, open_clust
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.config import Cluster, Pipeline
 from omni_actors.errors import ClusterUnavailable
+from omni_actors.supervisor.process import LocalSpawner
 
 AGENTS: Final = "agents"
 """In place of Ray's address: two nodes that are agents started as processes, without Ray."""
@@ -49,13 +50,16 @@ def across(pipeline: Pipeline, nodes: Sequence[str]) -> Pipeline:
 
 
 @asynccontextmanager
-async def open_nodes(pipeline: Pipeline, cluster: str) -> AsyncIterator[ClusterSpawner]:
+async def open_nodes(pipeline: Pipeline, cluster: str | None) -> AsyncIterator[LocalSpawner | ClusterSpawner]:
     """Start an agent on each node, and give a spawner that places the pipeline's workers by rule 1.
 
-    cluster: ``AGENTS``, or an address of a Ray as for ``OmniSystem.open``.
+    cluster: ``AGENTS``, or an address of a Ray as for ``OmniSystem.open``; None: there are no nodes but this process's.
 
     Raises ClusterUnavailable: there is no Ray, or it has no node on this machine.
     """
+    if cluster is None:
+        yield LocalSpawner()
+        return
     if cluster == AGENTS:
         async with _open(pipeline, NODES, SubprocessAgents(), "127.0.0.1") as spawner:
             yield spawner

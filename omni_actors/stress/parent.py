@@ -1,4 +1,4 @@
-"""Runs a pipeline until it is killed: ``python -m omni_actors.stress.parent loading|serving``.
+"""Runs a pipeline until it is killed: ``python -m omni_actors.stress.parent loading|serving [NODES]``.
 
 Reads the pipeline as JSON from stdin. Prints a line when its workers load, or when it serves requests.
 """
@@ -12,14 +12,20 @@ import msgspec
 import trio
 
 from omni_actors.config import Pipeline
+from omni_actors.stress.faults import RefusingSpawner
+from omni_actors.stress.nodes import open_nodes
 from omni_actors.stress.workload import Template, workload_of
 from omni_actors.system import OmniSystem
 
 
-async def run(pipeline: Pipeline, *, loading: bool) -> None:
-    """Run until killed."""
+async def run(pipeline: Pipeline, cluster: str | None, *, loading: bool) -> None:
+    """Run until killed. cluster: see ``Workload``."""
     templates = tuple(workload_of(pipeline, {}).templates.values())
-    async with OmniSystem.open(pipeline, wait_ready=not loading) as omni, trio.open_nursery() as nursery:
+    async with (
+        open_nodes(pipeline, cluster) as spawner,
+        OmniSystem.open(pipeline, wait_ready=not loading, spawner=RefusingSpawner(spawner)) as omni,
+        trio.open_nursery() as nursery,
+    ):
         while not all(each.pid for stage in omni.health().stages.values() for each in stage):  # noqa: ASYNC110
             await trio.sleep(0.001)
         if not loading:
@@ -37,4 +43,4 @@ async def _submit_forever(omni: OmniSystem, template: Template) -> None:
 
 if __name__ == "__main__":
     described = msgspec.json.decode(sys.stdin.buffer.read(), type=Pipeline)
-    trio.run(partial(run, described, loading=sys.argv[1] == "loading"))
+    trio.run(partial(run, described, sys.argv[2] if sys.argv[2:] else None, loading=sys.argv[1] == "loading"))

@@ -21,6 +21,7 @@ from unittest import mock
 import trio
 
 from omni_actors import config as configuration
+from omni_actors.cluster.spawner import ClusterSpawner
 from omni_actors.stress import judge, leaks
 from omni_actors.stress.adapters import oracle_name, save_versions, uses_adapter
 from omni_actors.stress.controls import Controls
@@ -28,6 +29,7 @@ from omni_actors.stress.driver import Driver
 from omni_actors.stress.faults import KillHelper, RefusingSpawner
 from omni_actors.stress.health_watch import HealthWatch
 from omni_actors.stress.judge import Violation
+from omni_actors.stress.nodes import LEASE_S, open_nodes
 from omni_actors.stress.oracle import Oracle
 from omni_actors.stress.report import Tally
 from omni_actors.stress.schedule import Load, Schedule
@@ -67,9 +69,12 @@ def run_with_faults(
     pipeline = configuration.load(workload.pipeline, restarts)
 
     async def live() -> tuple[Driver, float]:
-        spawner = RefusingSpawner()
         with KillHelper() as kill_helper:
-            async with OmniSystem.open(pipeline, spawner=spawner) as omni, trio.open_nursery() as nursery:
+            async with (
+                open_nodes(pipeline, workload.cluster) as nodes,
+                OmniSystem.open(pipeline, spawner=(spawner := RefusingSpawner(nodes))) as omni,
+                trio.open_nursery() as nursery,
+            ):
                 if uses_adapter(workload):
                     await omni.add_lora(ADAPTER, versions[0])
                 driver = Driver(
@@ -77,6 +82,7 @@ def run_with_faults(
                     workload=workload,
                     load=load,
                     spawner=spawner,
+                    cluster=nodes if isinstance(nodes, ClusterSpawner) else None,
                     kill_helper=kill_helper,
                     nursery=nursery,
                     adapters=versions,
@@ -105,6 +111,8 @@ def run_with_faults(
 def _slow_closing(workload: Workload, closed_s: float) -> list[Violation]:
     """Return the violation of a system that took too long to close, if it did."""
     allowed_s = CLOSED_S + sum(stage.shutdown_timeout_s for stage in workload.pipeline.stages.values())
+    if workload.cluster is not None:
+        allowed_s += 2 * LEASE_S  # the workers of a lost node may be waited for
     if closed_s <= allowed_s:
         return []
     return [Violation("hung", f"closing took {closed_s:.1f} s; {allowed_s:g} s are fair")]
@@ -155,7 +163,9 @@ async def _finish(
     found += [Violation("leaked", fact) for fact in _grown(watch, initial_descriptors)]
     client.judge_ended()
     requested_deaths = driver.requested_deaths + driver.spawner.refused
-    unexplained, _ = judge.check_deaths(watch.deaths, driver.killed, requested_deaths)
+    unexplained, _ = judge.check_deaths(
+        watch.deaths, driver.killed, requested_deaths, explanations=driver.node_faults.explanations
+    )
     found += unexplained
     found += judge.check_restarts(watch.deaths, watch.given_up, omni.pipeline)
     driver.violations += [(time.monotonic(), violation) for violation in found]

@@ -150,7 +150,42 @@ class Orphan(_Operation, frozen=True):
     loading: bool = False
 
 
-Fault: TypeAlias = Kill | KillLoading | Storm | Freeze | Pause | Crash | Starve | Full | Orphan
+# faults of nodes, which are numbered: modulo their number
+
+
+class KillAgent(_Operation, frozen=True):
+    """SIGKILL to the agent of a node."""
+
+    node: int
+
+
+class FreezeAgent(_Operation, frozen=True):
+    """SIGSTOP to the agent of a node, for good: its lease ends."""
+
+    node: int
+
+
+class PauseAgent(_Operation, frozen=True):
+    """SIGSTOP to the agent of a node, and SIGCONT within half of the shortest ``step_timeout_s``. Nothing may end."""
+
+    node: int
+    ms: Milliseconds
+
+
+class CutControl(_Operation, frozen=True):
+    """Cut the connection between the agent of a node and the parent."""
+
+    node: int
+
+
+class CutLinks(_Operation, frozen=True):
+    """Cut every link into a node."""
+
+    node: int
+
+
+NodeFault: TypeAlias = KillAgent | FreezeAgent | PauseAgent | CutControl | CutLinks
+Fault: TypeAlias = Kill | KillLoading | Storm | Freeze | Pause | Crash | Starve | Full | Orphan | NodeFault
 Operation: TypeAlias = ClientAction | Fault
 
 

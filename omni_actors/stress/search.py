@@ -154,6 +154,11 @@ def _steps(workload: Workload, operations: int) -> list[Step]:
         st.builds(schedules.Starve, stage),
         st.builds(schedules.Full, stage, st.integers(1, 2)),
     ]
+    if workload.cluster is not None:
+        node = st.integers(0, 1)
+        kinds = (schedules.KillAgent, schedules.FreezeAgent, schedules.CutControl, schedules.CutLinks)
+        faults += [st.builds(kind, node) for kind in kinds]
+        alone.append(st.builds(schedules.PauseAgent, node, st.sampled_from((50, 200, 500))))
     if len(workload.stages) > 1:
         pairs = list(itertools.permutations(workload.stages, 2))
         faults.append(st.builds(schedules.Kill, st.sampled_from(pairs)))

@@ -61,6 +61,7 @@ class Workload:
     """A pipeline and its requests. A run without faults fills ``oracle``.
 
     full: requests in flight at full load. patience_s: what takes longer than this after the last fault hangs.
+    cluster: on which nodes the workers run (``nodes.open_nodes``); None: without any.
     """
 
     pipeline: Pipeline
@@ -69,6 +70,7 @@ class Workload:
     """Stages whose engine can be asked to fail."""
     full: int = 0
     patience_s: float = math.inf
+    cluster: str | None = None
     replayed: frozenset[str] = frozenset()
     """Stages whose death a request survives."""
     oracle: dict[str, Oracle] = field(default_factory=dict)
