@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -28,9 +28,17 @@ THREADS = int(os.environ.get("OMNI_ACTORS_TEST_THREADS", "1"))
 _MODELS = {"whisper": "whisper-tiny.en", "hibari_acoustic": "hibari"}
 
 
+class OpenedBy(NamedTuple):
+    """What a stage is opened with. engine: its name in the registry."""
+
+    engine: str
+    model: Path | None
+    options: dict[str, Any]
+
+
 @pytest.fixture(scope="session")
-def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageEngine]:
-    """(engine name, model=None, **options) -> a new engine, for the test to close: what a worker does with a stage.
+def opened_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., OpenedBy]:
+    """(engine name, model=None, **options) -> with what its engine is opened.
 
     The name may have an option: "llm@prefill" is ``llm`` with this role, and prompts in several steps.
     Without ``model``: the engine's built-in one, or a tiny one with random weights and options that cost little.
@@ -73,7 +81,7 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
 
         return tiny.save(tmp_path_factory.mktemp("bagel"))
 
-    def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
+    def opened(name: str, model: Path | None = None, **options: Any) -> OpenedBy:
         name, _, role = name.partition("@")
         options = {"role": role, "prefill_chunk": 8, **options} if role else options
         if model is None and name in _MODELS:
@@ -94,6 +102,17 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StageE
             model = random_diffusers()
         elif model is None and name.startswith("bagel"):
             model = random_bagel()
+        return OpenedBy(name, model, options)
+
+    return opened
+
+
+@pytest.fixture(scope="session")
+def open_stage(opened_by: Callable[..., OpenedBy]) -> Callable[..., StageEngine]:
+    """(what ``opened_by`` takes) -> a new engine, for the test to close: what a worker does with a stage."""
+
+    def open_engine(name: str, model: Path | None = None, **options: Any) -> StageEngine:
+        name, model, options = opened_by(name, model, **options)
         module, _, factory = ENGINES[name].factory.partition(":")
         context = stage_context(options, stage=name, model=model, threads=THREADS)
         engine: StageEngine = getattr(import_module(module), factory)(context)
