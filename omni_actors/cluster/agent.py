@@ -9,19 +9,20 @@ Rules
 3. The kernel kills the agent when its lease ends (``kill_timer``). So the workers of a node that cannot reach the
    parent end in time, also when the agent hangs or is stopped.
 4. The agent ends when its control connection does. It decides nothing: restarts are the parent's.
-5. Checkpoints in memory do not leave the node: their descriptors are closed here, and a restarted worker goes on from
-   the journal, or starts over.
+5. Checkpoints in memory do not leave the node: their descriptors stay here, by number, until the parent needs them no
+   more (``remote_checkpoints``). A worker that is started on another node goes on from the journal, or starts over.
 6. Devices of workers are places among those that the agent sees: on Ray, the ones that Ray has given it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Annotated, Final
@@ -118,6 +119,9 @@ class _Agent:
         self._lease = HeldLease(settings.lease_s)
         self._spawner = LocalSpawner()
         self._workers: dict[int, Worker] = {}
+        self._checkpoints: dict[int, int] = {}
+        """The descriptor of each memory of checkpoints, by number."""
+        self._numbers = itertools.count(1)
         self._rings: AgentRings
         self._ended = trio.CancelScope()
 
@@ -141,6 +145,7 @@ class _Agent:
                     await self._obey(nursery)
         finally:
             log.close()
+            close_all(list(self._checkpoints.values()))
             self._rings.close_all()
             pump.stop()
 
@@ -186,24 +191,31 @@ class _Agent:
             case control.Kill(number):
                 if (worker := self._workers.get(number)) is not None:
                     worker.kill()
-            case control.ToWorker(number, packet):
+            case control.ToWorker(number):
                 if (worker := self._workers.get(number)) is not None:
-                    self._deliver(number, worker, packet, wakes=order.wakes)
+                    self._deliver(worker, order)
+            case control.DropCheckpoint(memory):
+                if (fd := self._checkpoints.pop(memory, None)) is not None:
+                    os.close(fd)
             case control.MakeRing():
                 self._rings.make(order)
             case control.CloseRing():
                 self._rings.close(order)
 
-    def _deliver(self, number: int, worker: Worker, packet: bytes, *, wakes: bool) -> None:
-        """Pass a packet on to a worker, with descriptors of the rings that it names."""
+    def _deliver(self, worker: Worker, order: control.ToWorker) -> None:
+        """Pass a packet on to a worker, with descriptors of the rings and checkpoints that it names."""
         try:
-            for message in messages.unpack(packet):
-                fds = self._rings.fds(message.generation) if isinstance(message, messages.Connect) else ()
-                worker.mailbox.post(message, fds, wakes=wakes)
+            for message in messages.unpack(order.packet):
+                fds: Sequence[int] = ()
+                if isinstance(message, messages.Connect):
+                    fds = self._rings.fds(message.generation)
+                elif order.memory in self._checkpoints:
+                    fds = (self._checkpoints[order.memory],)
+                worker.mailbox.post(message, fds, wakes=order.wakes)
         except MailboxFull as error:
-            self._connection.post(control.Unusable(number, str(error)))
+            self._connection.post(control.Unusable(order.worker, str(error)))
         except OSError as error:
-            self._connection.post(control.Unusable(number, f"no memory for its rings: {error}"))
+            self._connection.post(control.Unusable(order.worker, f"no memory for its rings: {error}"))
 
     async def _run_worker(self, order: control.Spawn, task_status: trio.TaskStatus[None]) -> None:
         """Run a worker until nothing of it is left, and report what becomes of it."""
@@ -239,8 +251,12 @@ class _Agent:
                 self._connection.post(control.Unusable(number, worker.mailbox.fault))
 
     def _forward_one(self, number: int, message: messages.ControlMessage, fds: tuple[int, ...]) -> None:
-        close_all(fds)
-        if not isinstance(message, messages.CheckpointMemory):  # rule 5
+        if isinstance(message, messages.CheckpointMemory) and len(fds) == 1:  # rule 5
+            memory = next(self._numbers)
+            self._checkpoints[memory] = fds[0]
+            self._connection.post(control.CheckpointKept(number, message.request, memory))
+        else:
+            close_all(fds)
             self._connection.post(control.FromWorker(number, messages.pack([messages.encode(message)])))
 
 

@@ -8,7 +8,7 @@ Rules
    again, with or without TLS.
 2. A frame whose size exceeds ``MOST_BYTES`` or whose tag is wrong ends the connection.
 3. What the parent and a worker tell each other travels as packets of their own protocol (``protocol.messages``), and
-   is not interpreted on the way. The agent replaces descriptors: those of its own rings.
+   is not interpreted on the way. The agent replaces descriptors: those of its own rings and checkpoints.
 4. No I/O here.
 """
 
@@ -81,6 +81,14 @@ class FromWorker(_Message, frozen=True):
     packet: bytes
 
 
+class CheckpointKept(_Message, frozen=True):
+    """A worker keeps its checkpoints of a request in this memory, which stays on the node. memory: its number."""
+
+    worker: int
+    request: int
+    memory: int
+
+
 class Unusable(_Message, frozen=True):
     """The parent is to kill this worker, for this reason: it does not read, sends what cannot be read, has no ring."""
 
@@ -146,11 +154,18 @@ class Kill(_Message, frozen=True):
 
 
 class ToWorker(_Message, frozen=True):
-    """A packet for a worker. wakes: ``Mailbox.post``."""
+    """A packet for a worker. wakes: ``Mailbox.post``. memory: that of the checkpoints which the packet brings it."""
 
     worker: int
     packet: bytes
     wakes: bool = True
+    memory: int | None = None
+
+
+class DropCheckpoint(_Message, frozen=True):
+    """Free this memory, unless a worker has it."""
+
+    memory: int
 
 
 class MakeRing(_Message, frozen=True):
@@ -173,9 +188,20 @@ class CloseRing(_Message, frozen=True):
 
 
 FromAgent: TypeAlias = (
-    Hello | Renew | Spawned | NotSpawned | FromWorker | Unusable | Ending | Dead | LogLine | LinkLost | Statistics
+    Hello
+    | Renew
+    | Spawned
+    | NotSpawned
+    | FromWorker
+    | CheckpointKept
+    | Unusable
+    | Ending
+    | Dead
+    | LogLine
+    | LinkLost
+    | Statistics
 )
-ToAgent: TypeAlias = Granted | Spawn | Kill | ToWorker | MakeRing | CloseRing
+ToAgent: TypeAlias = Granted | Spawn | Kill | ToWorker | DropCheckpoint | MakeRing | CloseRing
 
 _encoder = msgspec.msgpack.Encoder()
 FROM_AGENT: Final = msgspec.msgpack.Decoder(list[FromAgent])

@@ -22,9 +22,12 @@ import trio
 from omni_actors.cluster import control
 from omni_actors.cluster.connection import Connection, ConnectionLost
 from omni_actors.cluster.lease import GrantedLease
+from omni_actors.cluster.remote_checkpoints import RemoteCheckpoints
 from omni_actors.cluster.remote_worker import RemoteMailbox, RemoteWorker
 from omni_actors.platform.kill_timer import now
+from omni_actors.protocol import messages
 from omni_actors.protocol.messages import Address
+from omni_actors.protocol.packets import close_all
 from omni_actors.supervisor.nodes import NodeCondition, NodeState
 from omni_actors.supervisor.process import SpawnFailed
 from ringbuf import RingStatistics
@@ -68,6 +71,7 @@ class RemoteAgent:
         self._numbers = itertools.count(1)
         self._workers: dict[int, RemoteWorker] = {}
         self._rings: Mapping[int, tuple[int, int, int, int]] = {}
+        self._checkpoints = RemoteCheckpoints(self._drop)
         self._scope = trio.CancelScope()
         self._ran = False
         """Whether it has had a connection."""
@@ -104,7 +108,9 @@ class RemoteAgent:
     ) -> AsyncIterator[RemoteWorker]:
         """Start a worker there (see ``Spawner.spawn``). Raises SpawnFailed, also if the agent is lost meanwhile."""
         number = next(self._numbers)
-        mailbox = RemoteMailbox(number, mailbox_capacity, post=self.post, sent=self._sent)
+        mailbox = RemoteMailbox(
+            number, mailbox_capacity, post=self.post, sent=self._sent, memory_of=self._checkpoints.memory_of
+        )
         worker = RemoteWorker(mailbox, kill=lambda: self._kill(number))
         if self.lost is not None:
             raise SpawnFailed(self._why_lost())
@@ -124,6 +130,8 @@ class RemoteAgent:
             with trio.CancelScope(shield=True):
                 await worker.wait_gone()
             del self._workers[number]
+            for _, fds in mailbox.unread():
+                close_all(fds)
 
     def _kill(self, number: int) -> None:
         self.post(control.Kill(number))
@@ -139,7 +147,7 @@ class RemoteAgent:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write, connection)
-                    nursery.start_soon(self._read, connection)
+                    nursery.start_soon(self._read, connection, nursery)
                     nursery.start_soon(self._watch_silence)
         finally:
             self.give_up("the parent ends")
@@ -194,16 +202,33 @@ class RemoteAgent:
         except ConnectionLost as error:
             self.give_up(str(error))
 
-    async def _read(self, connection: Connection[control.FromAgent]) -> None:
+    async def _read(self, connection: Connection[control.FromAgent], nursery: trio.Nursery) -> None:
         try:
             async with aclosing(connection.read()) as received:
                 async for message in received:
-                    if not isinstance(message, control.FromWorker):
+                    if isinstance(message, control.CheckpointKept):
+                        await self._take_checkpoint(message, nursery)
+                    elif not isinstance(message, control.FromWorker):
                         self._handle(message)
                     elif (worker := self._workers.get(message.worker)) is not None:
                         await worker.mailbox.take(message.packet)
         except (ConnectionLost, control.ControlCorrupted) as error:
             self.give_up(str(error))
+
+    async def _take_checkpoint(self, kept: control.CheckpointKept, nursery: trio.Nursery) -> None:
+        """Give a token for the memory of checkpoints to the supervisor, unless there are no descriptors for one."""
+        worker = self._workers.get(kept.worker)
+        try:
+            token = None if worker is None else self._checkpoints.token(kept.memory, nursery)
+        except OSError:
+            token = None
+        if worker is None or token is None:
+            self._drop(kept.memory)
+        else:
+            await worker.mailbox.take_message(messages.CheckpointMemory(kept.request), (token,))
+
+    def _drop(self, memory: int) -> None:
+        self.post(control.DropCheckpoint(memory))
 
     async def _watch_silence(self) -> None:
         while (left_s := self._lease.silent_at - now()) > 0:  # noqa: ASYNC110 - each renewal moves the time

@@ -21,7 +21,7 @@ from omni_actors.cluster.control import ToAgent, ToWorker
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import MailboxFull, available
-from omni_actors.protocol.packets import Envelope
+from omni_actors.protocol.packets import Envelope, close_all
 from omni_actors.supervisor.process import Worker
 
 UNREAD_S: Final = 1.0
@@ -33,11 +33,21 @@ class RemoteMailbox:
     """The supervisor's end of the control connection of a worker on another node. See ``protocol.mailbox.Mailbox``.
 
     number: the worker's. post: sends a message to the agent and returns how many were posted so far. sent: returns how
-    many of these have been sent. capacity: how many messages may wait in each direction.
+    many of these have been sent. memory_of: returns which memory of the agent's a descriptor stands for, if any
+    (``remote_checkpoints``). capacity: how many messages may wait in each direction.
     """
 
-    def __init__(self, number: int, capacity: int, *, post: Callable[[ToAgent], int], sent: Callable[[], int]) -> None:
-        self._number, self._capacity, self._post, self._sent = number, capacity, post, sent
+    def __init__(
+        self,
+        number: int,
+        capacity: int,
+        *,
+        post: Callable[[ToAgent], int],
+        sent: Callable[[], int],
+        memory_of: Callable[[int], int | None] = lambda fd: None,
+    ) -> None:
+        self._number, self._capacity = number, capacity
+        self._post, self._sent, self._memory_of = post, sent, memory_of
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
         self._posted: collections.deque[int] = collections.deque()
         """The numbers, on the control connection, of messages that are not sent yet."""
@@ -49,14 +59,15 @@ class RemoteMailbox:
         return 2 * self._waiting() >= self._capacity
 
     def post(self, message: messages.ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
-        """Queue a message, in order. Descriptors stay here: the agent has those of its own rings.
+        """Queue a message, in order. Descriptors stay here: the agent has those of its own rings and checkpoints.
 
         Raises MailboxFull, ValueError (the message is too large or cannot be encoded).
         """
         if self._waiting() >= self._capacity:
             raise MailboxFull(self._capacity)
         packet = messages.pack([messages.encode(message)])
-        self._posted.append(self._post(ToWorker(self._number, packet, wakes)))
+        memory = self._memory_of(fds[0]) if fds and isinstance(message, messages.CheckpointMemory) else None
+        self._posted.append(self._post(ToWorker(self._number, packet, wakes, memory)))
 
     def unread(self) -> Iterator[Envelope]:
         """Yield the messages that a dead worker has sent and that were not received from ``incoming``."""
@@ -67,17 +78,24 @@ class RemoteMailbox:
 
         One that cannot be decoded, or for which there is no room within ``UNREAD_S``, is a fault.
         """
-        if self.fault is not None:
-            return
         try:
             for message in messages.unpack(packet):
-                await self._put((message, ()))
+                await self.take_message(message)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.fail(f"a control packet of {len(packet)} bytes cannot be decoded: {error}")
+
+    async def take_message(self, message: messages.ControlMessage, fds: tuple[int, ...] = ()) -> None:
+        """Take one message, as ``take`` does. Owns the descriptors, until the supervisor receives them."""
+        try:
+            if self.fault is None:
+                await self._put((message, fds))
+                fds = ()
         except trio.TooSlowError:
             self.fail(f"{self._capacity} of its control messages are waiting unread")
         except trio.ClosedResourceError:
             pass  # ``fail``, while it waited
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.fail(f"a control packet of {len(packet)} bytes cannot be decoded: {error}")
+        finally:
+            close_all(fds)
 
     async def _put(self, envelope: Envelope) -> None:
         try:

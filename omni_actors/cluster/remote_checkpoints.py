@@ -1,0 +1,42 @@
+"""Checkpoints of workers on another node: the memory stays there, and the parent has a *token* for each.
+
+Rules
+1. The supervisor and the orchestrator own a descriptor of each memory and close it when they need it no more. Here that
+   is a token: one end of a socket pair. When it is closed, the agent is told to free the memory.
+2. A token that is posted to a worker of the same agent stands for its memory. To any other worker nothing is passed on:
+   its engine starts the request over from the journal, or from its beginning.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import trio
+
+
+class RemoteCheckpoints:
+    """The tokens for the memories of one agent. drop: tells the agent to free a memory."""
+
+    def __init__(self, drop: Callable[[int], None]) -> None:
+        self._drop = drop
+        self._memories: dict[int, int] = {}
+        """The number of the memory for which a token stands, by the token's inode."""
+
+    def token(self, memory: int, nursery: trio.Nursery) -> int:
+        """Return a token for a memory, which the caller owns. nursery: watches the token. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        inode = os.fstat(theirs.fileno()).st_ino
+        self._memories[inode] = memory
+        nursery.start_soon(self._watch, ours, inode)
+        return theirs.detach()
+
+    def memory_of(self, fd: int) -> int | None:
+        """Return the memory for which a descriptor stands; None if it is no token of this agent."""
+        return self._memories.get(os.fstat(fd).st_ino)
+
+    async def _watch(self, ours: socket.socket, inode: int) -> None:
+        with ours:
+            await trio.lowlevel.wait_readable(ours)  # nothing is ever sent: its other end was closed
+        self._drop(self._memories.pop(inode))
