@@ -109,11 +109,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (world := config.getoption("--world")) != "local":
-        for item in items:
-            if (marker := item.get_closest_marker("one_machine")) is not None:
-                item.add_marker(pytest.mark.skip(reason=f"not in the world {world!r}: {marker.args[0]}"))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {file: number for number, file in enumerate(ByFile.FIRST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))  # stable
 

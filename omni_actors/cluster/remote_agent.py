@@ -216,16 +216,16 @@ class RemoteAgent:
             self.give_up(str(error))
 
     async def _take_checkpoint(self, kept: control.CheckpointKept, nursery: trio.Nursery) -> None:
-        """Give a token for the memory of checkpoints to the supervisor, unless there are no descriptors for one."""
+        """Give a handle for the memory of checkpoints to the supervisor, unless there are no descriptors for one."""
         worker = self._workers.get(kept.worker)
         try:
-            token = None if worker is None else self._checkpoints.token(kept.memory, nursery)
+            handle = None if worker is None else self._checkpoints.handle(kept.memory, nursery)
         except OSError:
-            token = None
-        if worker is None or token is None:
+            handle = None
+        if worker is None or handle is None:
             self._drop(kept.memory)
         else:
-            await worker.mailbox.take_message(messages.CheckpointMemory(kept.request), (token,))
+            await worker.mailbox.take_message(messages.CheckpointMemory(kept.request), (handle,))
 
     def _drop(self, memory: int) -> None:
         self.post(control.DropCheckpoint(memory))

@@ -65,25 +65,25 @@ async def test_a_memory_is_dropped_when_its_token_is_closed(autojump_clock: trio
     dropped: list[int] = []
     checkpoints = RemoteCheckpoints(dropped.append)
     async with trio.open_nursery() as nursery:
-        tokens = {memory: checkpoints.token(memory, nursery) for memory in (1, 2)}
-        assert [checkpoints.memory_of(token) for token in tokens.values()] == [1, 2]
-        copy = os.dup(tokens[1])  # a descriptor that the supervisor has passed on
+        handles = {memory: checkpoints.handle(memory, nursery) for memory in (1, 2)}
+        assert [checkpoints.memory_of(handle) for handle in handles.values()] == [1, 2]
+        copy = os.dup(handles[1])  # a descriptor that the supervisor has passed on
         assert checkpoints.memory_of(copy) == 1
-        os.close(tokens[1])
+        os.close(handles[1])
         await trio.testing.wait_all_tasks_blocked()
         assert dropped == []
         os.close(copy)
         await trio.testing.wait_all_tasks_blocked()
         assert dropped == [1]
-        assert checkpoints.memory_of(tokens[2]) == 2
+        assert checkpoints.memory_of(handles[2]) == 2
         with socket.socket() as another:
             assert checkpoints.memory_of(another.fileno()) is None
-        os.close(tokens[2])
+        os.close(handles[2])
     assert dropped == [1, 2]
 
 
 async def test_a_token_is_no_checkpoint_for_a_worker_on_another_node(autojump_clock: trio.testing.MockClock) -> None:
     async with trio.open_nursery() as nursery:
-        token = RemoteCheckpoints(lambda memory: None).token(1, nursery)
+        handle = RemoteCheckpoints(lambda memory: None).handle(1, nursery)
         with pytest.raises((RingCorrupted, OSError)):
-            Snapshot.attach(token)  # which closes it
+            Snapshot.attach(handle)  # which closes it
