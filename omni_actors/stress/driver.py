@@ -102,7 +102,12 @@ class Driver:
         self.requested_deaths: Counter[str] = Counter()
         """By stage: deaths that were caused without naming a pid."""
         self.node_faults = NodeFaults(
-            cluster, kill_helper, lambda: self.watch.replicas, self._inject, self._follow_soon, self.killed
+            cluster=cluster,
+            kill_helper=kill_helper,
+            replicas=lambda: self.watch.replicas,
+            inject=self._inject,
+            follow=self._follow_soon,
+            killed=self.killed,
         )
         self._submitted: list[TrackedRequest] = []
         self._following: list[_Injection] = []
@@ -161,16 +166,10 @@ class Driver:
                 self._kill("no memory for rings", stage)
             case schedule.Orphan(loading):
                 await self._orphan(loading=loading)
-            case schedule.KillAgent(node):
-                self.node_faults.end_agent("SIGKILL of an agent", node, signal.SIGKILL)
-            case schedule.FreezeAgent(node):
-                self.node_faults.end_agent("SIGSTOP of an agent", node, signal.SIGSTOP)
             case schedule.PauseAgent(node, ms):
                 self._nursery.start_soon(self._pause_agent, node, ms / 1000)
-            case schedule.CutControl(node):
-                self.node_faults.cut_control(node)
-            case schedule.CutLinks(node):
-                self.node_faults.cut_links(node)
+            case schedule.KillAgent() | schedule.FreezeAgent() | schedule.CutControl() | schedule.CutLinks():
+                self.node_faults.hit(operation)
             case _:
                 assert_never(operation)
 

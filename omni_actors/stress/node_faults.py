@@ -24,6 +24,7 @@ from omni_actors.stress import cuts
 from omni_actors.stress.faults import KillHelper, Victim
 from omni_actors.stress.judge import Explanation
 from omni_actors.stress.nodes import LEASE_S
+from omni_actors.stress.schedule import CutControl, CutLinks, FreezeAgent, KillAgent
 from omni_actors.system import ReplicaHealth
 
 EXPLAINED_S: Final = 2 * LEASE_S
@@ -58,7 +59,19 @@ class NodeFaults(Generic[Injection]):
         self._inject, self._follow, self._killed = inject, follow, killed
         self.explanations: list[Explanation] = []
 
-    def end_agent(self, fault: str, node: int, number: signal.Signals) -> None:
+    def hit(self, fault: KillAgent | FreezeAgent | CutControl | CutLinks) -> None:
+        """Inject a fault that ends workers."""
+        match fault:
+            case KillAgent(node):
+                self._end_agent("SIGKILL of an agent", node, signal.SIGKILL)
+            case FreezeAgent(node):
+                self._end_agent("SIGSTOP of an agent", node, signal.SIGSTOP)
+            case CutControl(node):
+                self._cut_control(node)
+            case CutLinks(node):
+                self._cut_links(node)
+
+    def _end_agent(self, fault: str, node: int, number: signal.Signals) -> None:
         """Send a signal to an agent that ends it at once, or lets its lease end."""
         if (agent := self._agent(node)) is None:
             return
@@ -69,7 +82,7 @@ class NodeFaults(Generic[Injection]):
             for injection in lost:
                 self._follow(injection, order)
 
-    def cut_control(self, node: int) -> None:
+    def _cut_control(self, node: int) -> None:
         """Cut the connection between an agent and the parent."""
         if (agent := self._agent(node)) is None or self._cluster is None:
             return
@@ -80,7 +93,7 @@ class NodeFaults(Generic[Injection]):
             for injection in lost:
                 self._follow(injection, None)
 
-    def cut_links(self, node: int) -> None:
+    def _cut_links(self, node: int) -> None:
         """Cut every link into a node. Each worker there has one (``nodes``, rule 1), and ends for it."""
         if (agent := self._agent(node)) is None:
             return
