@@ -192,7 +192,7 @@ class LoadClient(Client[judge.TrackedRequest]):
     def _judge(self, request: judge.TrackedRequest) -> None:
         limits, closures = self._workload.pipeline.limits, self._controls.closures
         rules = judge.Rules(limits.replays, self._workload.replayed, closures)
-        if violation := judge.check_request(request, self.watch.deaths, self.watch.given_up, rules):
+        if violation := judge.check_request(request, self.watch.deaths, self.watch.ever_given_up, rules):
             self.violations.append((request.ended or time.monotonic(), violation))
 
 

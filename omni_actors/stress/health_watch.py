@@ -61,9 +61,14 @@ class HealthWatch:
 
     @property
     def given_up(self) -> set[str]:
-        """Stages without a replica left. Replicas that are being removed do not count."""
+        """Stages without a replica left. Replicas that are being removed do not count.
+
+        What is seen here counts in ``ever_given_up``: a schedule may put such a stage to sleep at once, and wake it.
+        """
         staying = [(name, each) for name, each in self.replicas if each.state != "draining"]
-        return {name for name, _ in staying} - {name for name, each in staying if each.state != "failed"}
+        found = {name for name, _ in staying} - {name for name, each in staying if each.state != "failed"}
+        self.ever_given_up |= found
+        return found
 
     @property
     def unsettled(self) -> list[str]:

@@ -20,7 +20,20 @@ from omni_actors.stress import leaks, soak
 from omni_actors.stress.driver import Driver
 from omni_actors.stress.faults import KillHelper, RefusingSpawner, Victim
 from omni_actors.stress.run import run_schedule, run_with_faults
-from omni_actors.stress.schedule import Crash, Full, Kill, Pause, Schedule, Settle, Starve, Submit, SwitchAdapter, Wait
+from omni_actors.stress.schedule import (
+    Crash,
+    Full,
+    Kill,
+    Pause,
+    Schedule,
+    Settle,
+    Sleep,
+    Starve,
+    Storm,
+    Submit,
+    SwitchAdapter,
+    Wait,
+)
 from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
 from ringbuf import Ring
@@ -192,3 +205,12 @@ def test_a_soak_reads_memory_and_throughput(baseline: Workload, mark: str, monke
     assert figures["throughput"]["fault_free_per_s"] > 0
     assert figures["throughput"]["between_faults_s"] >= 0.1
     assert "| parent |" in soaked.as_markdown()
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_put_to_sleep_once_it_was_given_up_counts_as_given_up(baseline: Workload, mark: str) -> None:
+    """When its refusals are judged, it is not given up any more."""
+    operations = (Storm("first", 5), Sleep("first", 30))
+    result = run_schedule(baseline, Schedule("one", 2, operations), mark)
+    assert result.found == []
+    assert result.requests["StageUnavailable"] > 0
