@@ -7,9 +7,9 @@ Rules
    *recovered* when a request that needs the stage, submitted at that report, is answered.
 3. A fault whose stage is hit again before that is *overtaken*: it is counted, and its times are not. A fault that did
    not come *alone* (every stage served, and nothing else happened until it was over) counts only for detection.
-4. A request that crashes its engine and is replayed is in force until it ends. While others use the stage, the
-   orchestrator lets it wait for longer than the patience (``orchestrator.trials``, rule 6). So its fault is detected at
-   its first death. The run waits for its end after the load has stopped.
+4. A request that crashes its engine and is replayed is in force until it ends. The orchestrator may let it wait for
+   longer than the patience (``orchestrator.trials``, rule 6), from the first if an equal one has crashed before. Its
+   fault is detected at its first death. The run waits for its end after the load has stopped.
 5. A fault hangs if what it waits for has not happened ``patience_s`` after it. Each death by a crashing request is
    another fault.
 """
@@ -29,6 +29,7 @@ from typing import assert_never
 import trio
 
 from omni_actors.cluster.spawner import ClusterSpawner
+from omni_actors.orchestrator.trials import CULPRIT_WAIT_S
 from omni_actors.stress import judge, schedule
 from omni_actors.stress.adapters import switch
 from omni_actors.stress.client import LoadClient
@@ -210,7 +211,7 @@ class Driver:
     def _extend_patience(self, death: ObservedDeath) -> None:
         if self._crashing[death.stage]:
             for scope in self._patient:
-                scope.deadline = trio.current_time() + self._workload.patience_s
+                scope.deadline = max(scope.deadline, trio.current_time() + self._workload.patience_s)
 
     async def _settle(self) -> None:
         with self.patience():
@@ -283,9 +284,8 @@ class Driver:
                 self._unfollowed -= 1
 
     async def _pause_agent(self, node: int, for_s: float) -> None:
-        shortest_s = min(stage.step_timeout_s for stage in self._workload.pipeline.stages.values())
         self._unfollowed += 1
-        await self.node_faults.pause_agent(node, min(for_s, shortest_s / 2))
+        await self.node_faults.pause_agent(node, min(for_s, self._workload.step_timeout_s / 2))
         self._unfollowed -= 1
 
     def _crash(self, crash: schedule.Crash) -> None:
@@ -352,6 +352,7 @@ class Driver:
     async def _follow(self, injection: _Injection, carrier: TrackedRequest | None, order: int | None) -> None:
         timing, is_hit = injection.timing, False
         with self.patience() as patience:
+            patience.deadline += CULPRIT_WAIT_S if carrier is not None else 0.0  # rule 4
             is_hit = await self._time(injection, carrier, order)
         self._forget(injection)
         if patience.cancelled_caught:

@@ -81,6 +81,11 @@ class Workload:
         """Upstream first."""
         return topological(_nodes(self.pipeline))
 
+    @property
+    def step_timeout_s(self) -> float:
+        """The shortest of all stages, in seconds."""
+        return min(stage.step_timeout_s for stage in self.pipeline.stages.values())
+
     def probe(self, stage: str) -> Template:
         """The cheapest request that needs ``stage``."""
         return min(
