@@ -1,8 +1,8 @@
-"""Networks for tests of nodes: two network namespaces joined by a cable, and a forwarder that delays or stops bytes.
+"""Networks for tests of nodes: network namespaces that are joined, and a forwarder that delays or stops bytes.
 
 Rule 1: namespaces need root and the tools of iproute2. ``why_no_namespaces`` says what is missing; a test is skipped
 with that reason, and another one with the forwarder covers the code on every machine.
-Rule 2: leaving the block removes the namespaces, and with them the cable.
+Rule 2: leaving the block removes the namespaces, and with them all that joins them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def why_no_namespaces() -> str | None:
 
 
 class Namespace:
-    """A network namespace, which a test uses as a node. address: its own, on the cable."""
+    """A network namespace, which a test uses as a node. address: its own. others: the addresses of all other nodes."""
 
-    def __init__(self, name: str, address: str, device: str) -> None:
-        self.name, self.address, self._device = name, address, device
+    def __init__(self, name: str, address: str, device: str, others: Sequence[str]) -> None:
+        self.name, self.address, self.device, self.others = name, address, device, others
 
     def command(self, *command: str) -> list[str]:
         """Return the command that runs ``command`` in the namespace."""
@@ -62,15 +62,21 @@ class Namespace:
             finally:
                 _set_namespace(before.fileno())
 
+    def pids(self) -> set[int]:
+        """Return the processes that run in the namespace."""
+        return set(map(int, _run(["ip", "netns", "pids", self.name]).split()))
+
     @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Lose every packet that this node sends to the other one. What the other one sends still arrives."""
-        route = f"{_peer(self.address)}/32"
-        self.run("ip", "route", "replace", "blackhole", route)
+    def muted(self, *others: Namespace) -> Iterator[None]:
+        """Lose every packet that this node sends to others, or to all. What the others send still arrives."""
+        routes = [f"{other}/32" for other in ([each.address for each in others] or self.others)]
+        for route in routes:
+            self.run("ip", "route", "replace", "blackhole", route)
         try:
             yield
         finally:
-            self.run("ip", "route", "del", "blackhole", route)
+            for route in routes:
+                self.run("ip", "route", "del", "blackhole", route)
 
     def why_not_limited(self) -> str | None:
         """Return why ``limited`` does not work here; None if it does."""
@@ -81,39 +87,74 @@ class Namespace:
             return f"bandwidth cannot be limited here: {error.stderr.strip()}"
 
     @contextmanager
-    def limited(self, bits_per_s: int) -> Iterator[None]:
-        """Send no faster."""
-        device = ("dev", self._device, "root")
-        self.run("tc", "qdisc", "add", *device, "tbf", "rate", f"{bits_per_s}bit", "burst", "32kb", "latency", "100ms")
+    def limited(self, bits_per_s: int, device: str | None = None) -> Iterator[None]:
+        """Send no faster. device: on which; None: that of the namespace itself."""
+        root = ("dev", device or self.device, "root")
+        self.run("tc", "qdisc", "add", *root, "tbf", "rate", f"{bits_per_s}bit", "burst", "32kb", "latency", "100ms")
         try:
             yield
         finally:
-            self.run("tc", "qdisc", "del", *device)
+            self.run("tc", "qdisc", "del", *root)
 
 
 @contextmanager
 def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
     """Yield two namespaces with a cable between them. Raises subprocess.CalledProcessError (not possible here)."""
-    number = os.getpid() % 250 + 1
-    names = [f"omni-{os.getpid()}-{end}" for end in "ab"]
-    devices = [f"omni{os.getpid()}{end}" for end in "ab"]
-    ends = [Namespace(names[n], f"10.231.{number}.{n + 1}", devices[n]) for n in range(2)]
+    nodes = _nodes(2)
+    with _made(*(node.name for node in nodes)):
+        devices = [node.device for node in nodes]
+        _run(["ip", "link", "add", devices[0], "type", "veth", "peer", "name", devices[1]])
+        try:
+            for node in nodes:
+                _run(["ip", "link", "set", node.device, "netns", node.name])
+                _configure(node)
+            yield nodes[0], nodes[1]
+        finally:
+            with suppress(subprocess.CalledProcessError):  # gone with its namespace
+                _run(["ip", "link", "del", devices[0]])
+
+
+@contextmanager
+def namespaces(count: int) -> Iterator[list[Namespace]]:
+    """Yield namespaces that are joined by a switch: a bridge in a namespace of its own. Raises as ``two_namespaces``."""
+    nodes, switch = _nodes(count), f"omni-{os.getpid()}-switch"
+    with _made(switch, *(node.name for node in nodes)):
+        in_switch = ("ip", "-n", switch, "link")
+        _run([*in_switch, "add", "bridge", "type", "bridge"])
+        _run([*in_switch, "set", "bridge", "up"])
+        for node in nodes:
+            port = ("name", f"to-{node.device}", "netns", switch)
+            _run(["ip", "-n", node.name, "link", "add", node.device, "type", "veth", "peer", *port])
+            _run([*in_switch, "set", f"to-{node.device}", "master", "bridge", "up"])
+            _configure(node)
+        yield nodes
+
+
+def _nodes(count: int) -> list[Namespace]:
+    pid, network = os.getpid(), f"10.231.{os.getpid() % 250 + 1}"
+    addresses = [f"{network}.{n + 1}" for n in range(count)]
+    return [
+        Namespace(f"omni-{pid}-{n}", address, f"omni{pid}{n}", [each for each in addresses if each != address])
+        for n, address in enumerate(addresses)
+    ]
+
+
+@contextmanager
+def _made(*names: str) -> Iterator[None]:
     try:
         for name in names:
             _run(["ip", "netns", "add", name])
-        _run(["ip", "link", "add", devices[0], "type", "veth", "peer", "name", devices[1]])
-        for end, device in zip(ends, devices, strict=True):
-            _run(["ip", "link", "set", device, "netns", end.name])
-            end.run("ip", "addr", "add", f"{end.address}/24", "dev", device)
-            end.run("ip", "link", "set", device, "up")
-            end.run("ip", "link", "set", "lo", "up")
-        yield ends[0], ends[1]
+        yield
     finally:
         for name in names:
             with suppress(subprocess.CalledProcessError):  # it was not made
                 _run(["ip", "netns", "del", name])
-        with suppress(subprocess.CalledProcessError):  # gone with its namespace
-            _run(["ip", "link", "del", devices[0]])
+
+
+def _configure(node: Namespace) -> None:
+    node.run("ip", "addr", "add", f"{node.address}/24", "dev", node.device)
+    node.run("ip", "link", "set", node.device, "up")
+    node.run("ip", "link", "set", "lo", "up")
 
 
 class Forwarder:
@@ -264,11 +305,6 @@ class _Flow:
 
 def _run(command: Sequence[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
-
-
-def _peer(address: str) -> str:
-    network, _, last = address.rpartition(".")
-    return f"{network}.{3 - int(last)}"
 
 
 def _set_namespace(fd: int) -> None:

@@ -1,0 +1,213 @@
+"""Systems on a Ray whose nodes are three network namespaces: partitions, and the death of Ray's own parts.
+
+The parent is on the head's node, the stages are on the two others, each of which may take the other one's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+
+from omni_actors import OmniSystem
+from omni_actors.cluster.placement import PARENT, Node
+from omni_actors.cluster.ray_nodes import open_ray
+from omni_actors.cluster.spawner import LEASE_S, ClusterSpawner, open_cluster
+from omni_actors.generation import Generation
+from omni_actors.outputs import Output
+from tests.cluster.long_answers import (
+    ask_long,
+    assert_one_writer_at_a_time,
+    check_exact,
+    has_ended,
+    long_answers,
+    read_until_first,
+)
+from tests.cluster.ray_namespaces import GCS, RAYLET, RayNodes, ray_on
+from tests.cluster.subprocess_cluster import FixedPlaces
+from tests.support.echo_systems import generation_of, pid_of, read, wait_restarted
+from tests.support.network import namespaces, why_no_namespaces
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(why_no_namespaces() is not None, reason=str(why_no_namespaces())),
+]
+SHORT_LEASE_S = 4.0
+PLACES: dict[str, str | Sequence[str]] = {"first": ("n1", "n2"), "second": ("n2", "n1")}
+NO_HEAD_S = 10
+"""Seconds after which Ray's nodes end without their head; a minute by default."""
+WATCHDOG_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[RayNodes]:
+    """A Ray that has all its nodes at the start of each test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", str(NO_HEAD_S))
+        with namespaces(3) as nodes, ray_on(nodes) as started:
+            yield started
+
+
+@pytest.fixture(autouse=True)
+def _on_the_heads_node(ray: RayNodes, fixture_processes: set[int]) -> Iterator[None]:
+    """Run the test there. At its end, nothing of ours is left on any node; what Ray keeps belongs to the cluster."""
+    with ray.nodes["head"].entered():
+        yield
+    fixture_processes |= ray.pids() - ray.agents_and_workers()
+
+
+@pytest.fixture
+def writers(tmp_path: Path) -> Path:
+    """Where the workers log their steps."""
+    return tmp_path / "writers"
+
+
+class OnRay:
+    """A system, its spawner, and what the workers of a node are."""
+
+    def __init__(self, omni: OmniSystem, spawner: ClusterSpawner) -> None:
+        self.omni, self.spawner = omni, spawner
+
+    async def until_back(self, node: str, lost: int) -> None:
+        """Wait until a node has a newer agent than the one with the number ``lost``, which may start workers."""
+        with trio.fail_after(WATCHDOG_S):
+            while (agent := self.spawner.agents[node]).number == lost or not agent.up.is_set() or agent.lost:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+
+    def node_of(self, stage: str) -> str:
+        agent = psutil.Process(pid_of(self.omni, stage)).ppid()
+        return next(node for node, each in self.spawner.agents.items() if each.pid == agent)
+
+
+@asynccontextmanager
+async def opened(ray: RayNodes, writers: Path, *, lease_s: float = SHORT_LEASE_S) -> AsyncIterator[OnRay]:
+    async with open_ray(ray.address) as agents:
+        nodes = [Node(name=PARENT), Node(name="n1"), Node(name="n2")]
+        host = ray.nodes["head"].address
+        async with (
+            open_cluster(nodes, agents, FixedPlaces(PLACES), host=host, lease_s=lease_s) as spawner,
+            OmniSystem.open(long_answers(writers), spawner=spawner) as omni,
+        ):
+            ours = {pid_of(omni, stage) for stage in PLACES} | {agent.pid for agent in spawner.agents.values()}
+            assert ray.agents_and_workers() == ours
+            yield OnRay(omni, spawner)
+    with trio.fail_after(WATCHDOG_S):
+        while ray.agents_and_workers():  # noqa: ASYNC110
+            await trio.sleep(0.05)
+
+
+@contextmanager
+def partition(ray: RayNodes, lost: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    """Lose what nodes send. lost: the receivers of each sender."""
+    with ExitStack() as muted:
+        for sender, receivers in lost.items():
+            muted.enter_context(ray.nodes[sender].muted(*(ray.nodes[each] for each in receivers)))
+        yield
+
+
+FROM_N2 = {"n2": ("head", "n1")}
+TO_N2 = {"head": ("n2",), "n1": ("n2",)}
+PARTITIONS = {"from n2": FROM_N2, "to n2": TO_N2, "both ways": FROM_N2 | TO_N2}
+
+
+async def read_through(generation: Generation, ray: RayNodes, lost: Mapping[str, Sequence[str]], seconds: float) -> list[Output]:
+    """Read all outputs; from the first one on, the nodes are partitioned for some seconds."""
+    ends = trio.Event()
+
+    async def cut() -> None:
+        with partition(ray, lost):
+            await trio.sleep(seconds)
+        ends.set()
+
+    async with trio.open_nursery() as nursery:
+        outputs = await read_until_first(generation, lambda: nursery.start_soon(cut))
+        await ends.wait()
+    return outputs
+
+
+@pytest.mark.parametrize("lost", PARTITIONS.values(), ids=PARTITIONS)
+async def test_a_partition_of_five_seconds_only_delays(ray: RayNodes, writers: Path, lost: Mapping[str, Sequence[str]]) -> None:
+    async with opened(ray, writers, lease_s=LEASE_S) as on:
+        generation = ask_long(on.omni)
+        check_exact(generation, await read_through(generation, ray, lost, 5.0))
+        check_exact(after := ask_long(on.omni), await read(after))
+        assert [generation_of(on.omni, stage) for stage in PLACES] == [1, 1]
+        assert assert_one_writer_at_a_time(writers) == 2
+
+
+@pytest.mark.parametrize("lost", PARTITIONS.values(), ids=PARTITIONS)
+async def test_the_workers_of_a_node_that_is_cut_off_move_and_it_is_used_again(
+    ray: RayNodes, writers: Path, lost: Mapping[str, Sequence[str]]
+) -> None:
+    async with opened(ray, writers) as on:
+        worker, agent = psutil.Process(pid_of(on.omni, "second")), on.spawner.agents["n2"].number
+        generation = ask_long(on.omni)
+        with ExitStack() as cut:
+            outputs = await read_until_first(generation, lambda: cut.enter_context(partition(ray, lost)))
+            check_exact(generation, outputs)
+            assert has_ended(worker)
+            assert on.node_of("second") == "n1"
+            check_exact(during := ask_long(on.omni), await read(during))
+        await on.until_back("n2", agent)
+        os.kill(pid_of(on.omni, "second"), signal.SIGKILL)
+        await wait_restarted(on.omni, "second", 3)
+        check_exact(after := ask_long(on.omni), await read(after))
+        assert on.node_of("second") == "n2"
+        assert_one_writer_at_a_time(writers)
+
+
+async def test_the_workers_of_a_killed_agent_start_again(ray: RayNodes, writers: Path) -> None:
+    async with opened(ray, writers) as on:
+        worker, agent = psutil.Process(pid_of(on.omni, "first")), on.spawner.agents["n1"]
+        generation = ask_long(on.omni)
+        check_exact(generation, await read_until_first(generation, lambda: os.kill(agent.pid, signal.SIGKILL)))
+        assert has_ended(worker)
+        await on.until_back("n1", agent.number)
+        check_exact(after := ask_long(on.omni), await read(after))
+        assert_one_writer_at_a_time(writers)
+
+
+async def test_a_node_without_its_raylet_is_used_again_when_it_is_back(ray: RayNodes, writers: Path) -> None:
+    async with opened(ray, writers) as on:
+        worker, agent = psutil.Process(pid_of(on.omni, "second")), on.spawner.agents["n2"].number
+        generation, raylet = ask_long(on.omni), ray.process("n2", RAYLET)
+        check_exact(generation, await read_until_first(generation, raylet.kill))
+        assert has_ended(worker)
+        assert on.node_of("second") == "n1"
+        ray.end("n2")
+        ray.start("n2")
+        await on.until_back("n2", agent)
+        os.kill(pid_of(on.omni, "second"), signal.SIGKILL)
+        await wait_restarted(on.omni, "second", 3)
+        check_exact(after := ask_long(on.omni), await read(after))
+        assert on.node_of("second") == "n2"
+        assert_one_writer_at_a_time(writers)
+
+
+async def test_a_system_goes_on_with_a_new_head(ray: RayNodes, writers: Path) -> None:
+    """Without their head, Ray's nodes end, and all workers with them. A request waits until Ray is back."""
+    async with opened(ray, writers) as on:
+        agents = {node: agent.number for node, agent in on.spawner.agents.items()}
+        generation = ask_long(on.omni)
+        check_exact(generation, await read_until_first(generation, ray.process("head", GCS).kill))
+        with trio.fail_after(WATCHDOG_S):
+            while not all(agent.fenced.is_set() for agent in on.spawner.agents.values()):  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        waiting = ask_long(on.omni)
+        for name in ray.nodes:
+            ray.end(name)
+        for name in ray.nodes:
+            ray.start(name)
+        check_exact(waiting, await read(waiting))
+        for node, number in agents.items():
+            await on.until_back(node, number)
+        check_exact(after := ask_long(on.omni), await read(after))
+        assert_one_writer_at_a_time(writers)
