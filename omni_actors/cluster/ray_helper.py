@@ -126,7 +126,7 @@ class Helper:
                     "lifetime": "detached",
                     "num_cpus": order.cpus,
                     "num_gpus": order.gpus,
-                    "scheduling_strategy": NodeAffinitySchedulingStrategy(order.node_id, soft=False),
+                    "scheduling_strategy": NodeAffinitySchedulingStrategy(self._id_now(order.node), soft=False),
                 }
                 actor: Any = ray.remote(AgentActor).options(**options).remote()
                 self._actors[order.settings.number] = actor
@@ -135,6 +135,14 @@ class Helper:
             case StopAgent(number):
                 if (actor := self._actors.pop(number, None)) is not None:
                     ray.kill(actor)
+
+    def _id_now(self, node: RayNode) -> str:
+        """Return the id of a node. One that has left Ray and come back has a new one, and its name and address."""
+        alive = self.nodes().nodes
+        if any(each.node_id == node.node_id for each in alive):
+            return node.node_id
+        same = (each.node_id for each in alive if (each.name, each.address) == (node.name, node.address))
+        return next(same, node.node_id)
 
     def _ended(self, number: int, future: Any) -> None:
         """Tell that an agent has ended. Called in a thread of Ray."""

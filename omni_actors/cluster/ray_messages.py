@@ -29,9 +29,12 @@ class RayNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartAgent(msgspec.Struct, frozen=True, tag=True):
-    """Start an agent on a node, with resources that Ray then gives to nothing else."""
+    """Start an agent on a node, with resources that Ray then gives to nothing else.
 
-    node_id: str
+    node: as it was found. It may have left Ray and come back since, with another id.
+    """
+
+    node: RayNode
     settings: AgentSettings
     cpus: float
     gpus: float

@@ -61,7 +61,7 @@ class RayAgents:
         send, receive = trio.open_memory_channel[Ended](1)
         self._ends[settings.number] = send
         try:
-            await self._order(StartAgent(at.node_id, settings, *self.resources(node)))
+            await self._order(StartAgent(at, settings, *self.resources(node)))
             ended = await receive.receive()
         except trio.EndOfChannel:  # the helper has ended, and with it the news of the agent
             await trio.sleep_forever()

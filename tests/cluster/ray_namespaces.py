@@ -25,7 +25,7 @@ from tests.support.network import Namespace
 
 PORT = 6397
 START_S, END_S = 60.0, 20.0
-RAYLET, GCS, AGENT, WORKER = "raylet", "gcs_server", "ray::AgentActor", "multiprocessing.spawn"
+RAYLET, GCS, AGENT, WORKER = "raylet", "gcs_server", "ray::AgentActor", "multiprocess.spawn"
 
 
 class RayNodes:
@@ -41,7 +41,7 @@ class RayNodes:
         return f"{self.nodes['head'].address}:{PORT}"
 
     def start(self, name: str) -> None:
-        """Start a node, and wait until its raylet runs. It must not run already."""
+        """Start a node, and wait until Ray knows it. It must not run already."""
         node, ray = self.nodes[name], Path(sys.executable).with_name("ray")
         options = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={self._folder}"]
         command = [
@@ -49,23 +49,29 @@ class RayNodes:
             *(f"--node-ip-address={node.address}", f"--object-store-memory={STORE_BYTES}"),
             *(options if name == "head" else [f"--address={self.address}"]),
         ]
-        self._starters[name] = subprocess.Popen(
-            node.command(*command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **ENVIRONMENT},
-        )
+        output = self._folder / f"{name}.log"
+        with output.open("wb") as log:
+            self._starters[name] = subprocess.Popen(
+                node.command(*command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **ENVIRONMENT, "PYTHONUNBUFFERED": "1"},
+            )
         deadline = time.monotonic() + START_S
-        while not self._find(name, RAYLET):
+        while "Ray runtime started" not in output.read_text():
             if self._starters[name].poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the Ray node {name!r} has not started")
+                raise RuntimeError(f"the Ray node {name!r} has not started: {output.read_text()}")
             time.sleep(0.1)
 
     def process(self, name: str, what: str) -> psutil.Process:
         """Return a process of a node: RAYLET or GCS."""
         [process] = self._find(name, what)
         return process
+
+    def node_of(self, pid: int) -> str:
+        """Return the node of a process."""
+        return next(name for name, node in self.nodes.items() if pid in node.pids())
 
     def pids(self) -> set[int]:
         """Return the processes of all nodes."""

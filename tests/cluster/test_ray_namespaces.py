@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import psutil
@@ -82,10 +82,6 @@ class OnRay:
             while (agent := self.spawner.agents[node]).number == lost or not agent.up.is_set() or agent.lost:  # noqa: ASYNC110
                 await trio.sleep(0.05)
 
-    def node_of(self, stage: str) -> str:
-        agent = psutil.Process(pid_of(self.omni, stage)).ppid()
-        return next(node for node, each in self.spawner.agents.items() if each.pid == agent)
-
 
 @asynccontextmanager
 async def opened(ray: RayNodes, writers: Path, *, lease_s: float = SHORT_LEASE_S) -> AsyncIterator[OnRay]:
@@ -118,7 +114,9 @@ TO_N2 = {"head": ("n2",), "n1": ("n2",)}
 PARTITIONS = {"from n2": FROM_N2, "to n2": TO_N2, "both ways": FROM_N2 | TO_N2}
 
 
-async def read_through(generation: Generation, ray: RayNodes, lost: Mapping[str, Sequence[str]], seconds: float) -> list[Output]:
+async def read_through(
+    generation: Generation, ray: RayNodes, lost: Mapping[str, Sequence[str]], seconds: float
+) -> list[Output]:
     """Read all outputs; from the first one on, the nodes are partitioned for some seconds."""
     ends = trio.Event()
 
@@ -134,7 +132,9 @@ async def read_through(generation: Generation, ray: RayNodes, lost: Mapping[str,
 
 
 @pytest.mark.parametrize("lost", PARTITIONS.values(), ids=PARTITIONS)
-async def test_a_partition_of_five_seconds_only_delays(ray: RayNodes, writers: Path, lost: Mapping[str, Sequence[str]]) -> None:
+async def test_a_partition_of_five_seconds_only_delays(
+    ray: RayNodes, writers: Path, lost: Mapping[str, Sequence[str]]
+) -> None:
     async with opened(ray, writers, lease_s=LEASE_S) as on:
         generation = ask_long(on.omni)
         check_exact(generation, await read_through(generation, ray, lost, 5.0))
@@ -154,13 +154,13 @@ async def test_the_workers_of_a_node_that_is_cut_off_move_and_it_is_used_again(
             outputs = await read_until_first(generation, lambda: cut.enter_context(partition(ray, lost)))
             check_exact(generation, outputs)
             assert has_ended(worker)
-            assert on.node_of("second") == "n1"
+            assert ray.node_of(pid_of(on.omni, "second")) == "n1"
             check_exact(during := ask_long(on.omni), await read(during))
         await on.until_back("n2", agent)
         os.kill(pid_of(on.omni, "second"), signal.SIGKILL)
         await wait_restarted(on.omni, "second", 3)
         check_exact(after := ask_long(on.omni), await read(after))
-        assert on.node_of("second") == "n2"
+        assert ray.node_of(pid_of(on.omni, "second")) == "n2"
         assert_one_writer_at_a_time(writers)
 
 
@@ -181,14 +181,14 @@ async def test_a_node_without_its_raylet_is_used_again_when_it_is_back(ray: RayN
         generation, raylet = ask_long(on.omni), ray.process("n2", RAYLET)
         check_exact(generation, await read_until_first(generation, raylet.kill))
         assert has_ended(worker)
-        assert on.node_of("second") == "n1"
+        assert ray.node_of(pid_of(on.omni, "second")) == "n1"
         ray.end("n2")
         ray.start("n2")
         await on.until_back("n2", agent)
         os.kill(pid_of(on.omni, "second"), signal.SIGKILL)
         await wait_restarted(on.omni, "second", 3)
         check_exact(after := ask_long(on.omni), await read(after))
-        assert on.node_of("second") == "n2"
+        assert ray.node_of(pid_of(on.omni, "second")) == "n2"
         assert_one_writer_at_a_time(writers)
 
 

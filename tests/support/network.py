@@ -116,7 +116,7 @@ def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
 
 @contextmanager
 def namespaces(count: int) -> Iterator[list[Namespace]]:
-    """Yield namespaces that are joined by a switch: a bridge in a namespace of its own. Raises as ``two_namespaces``."""
+    """Yield namespaces joined by a switch, a bridge in a namespace of its own. Raises as ``two_namespaces``."""
     nodes, switch = _nodes(count), f"omni-{os.getpid()}-switch"
     with _made(switch, *(node.name for node in nodes)):
         in_switch = ("ip", "-n", switch, "link")

@@ -27,11 +27,19 @@ def noisy_workers(seed: int) -> Iterator[None]:
         yield
 
 
+def clear_choices() -> dict[str, str]:
+    """Return the variables that let a worker choose by these rules, for the environment of a stage."""
+    return _variables(OMNI_ACTORS_TEST_CLEAR_CHOICES="1")
+
+
 @contextmanager
 def _hooks(**variables: str) -> Iterator[None]:
-    path = os.pathsep.join([str(Path(__file__).parent / "process_hooks"), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        for name, value in variables.items():
+        for name, value in _variables(**variables).items():
             patch.setenv(name, value)
         yield
+
+
+def _variables(**variables: str) -> dict[str, str]:
+    path = os.pathsep.join([str(Path(__file__).parent / "process_hooks"), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, **variables}
