@@ -83,17 +83,25 @@ class RayNodes:
 
     def end(self, name: str) -> None:
         """End all that a node has started, or what is left of it."""
-        starter = self._starters.pop(name)
-        starter.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            starter.wait(END_S)
+        if (starter := self._starters.pop(name, None)) is not None:
+            starter.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                starter.wait(END_S)
         for pid in self.nodes[name].pids() - {os.getpid()}:
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 if str(self._folder) in " ".join(process.cmdline()) or process.name().startswith("ray::"):
                     process.kill()
-        starter.kill()
-        starter.wait()
+        if starter is not None:
+            starter.kill()
+            starter.wait()
+
+    def restart_ended(self) -> None:
+        """Start each node again that has ended."""
+        for name in self.nodes:
+            if name not in self._starters or self._starters[name].poll() is not None:
+                self.end(name)
+                self.start(name)
 
     def end_all(self) -> None:
         for name in reversed(list(self._starters)):

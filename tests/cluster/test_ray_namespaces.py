@@ -59,6 +59,8 @@ def ray() -> Iterator[RayNodes]:
 @pytest.fixture(autouse=True)
 def _on_the_heads_node(ray: RayNodes, fixture_processes: set[int]) -> Iterator[None]:
     """Run the test there. At its end, nothing of ours is left on any node; what Ray keeps belongs to the cluster."""
+    ray.restart_ended()
+    fixture_processes |= ray.pids()
     with ray.nodes["head"].entered():
         yield
     fixture_processes |= ray.pids() - ray.agents_and_workers()
@@ -177,14 +179,17 @@ async def test_the_workers_of_a_killed_agent_start_again(ray: RayNodes, writers:
 
 async def test_a_node_without_its_raylet_is_used_again_when_it_is_back(ray: RayNodes, writers: Path) -> None:
     async with opened(ray, writers) as on:
-        worker, agent = psutil.Process(pid_of(on.omni, "second")), on.spawner.agents["n2"].number
+        worker, agent = psutil.Process(pid_of(on.omni, "second")), on.spawner.agents["n2"]
         generation, raylet = ask_long(on.omni), ray.process("n2", RAYLET)
         check_exact(generation, await read_until_first(generation, raylet.kill))
+        while not agent.fenced.is_set():  # Ray's processes end one after the other: some request is interrupted
+            check_exact(generation := ask_long(on.omni), await read(generation))
         assert has_ended(worker)
+        await wait_restarted(on.omni, "second", 2)
         assert ray.node_of(pid_of(on.omni, "second")) == "n1"
         ray.end("n2")
         ray.start("n2")
-        await on.until_back("n2", agent)
+        await on.until_back("n2", agent.number)
         os.kill(pid_of(on.omni, "second"), signal.SIGKILL)
         await wait_restarted(on.omni, "second", 3)
         check_exact(after := ask_long(on.omni), await read(after))

@@ -1,0 +1,206 @@
+"""`python -m bench.cluster`: what nodes and the lines between them cost, in time to first sound and in throughput.
+
+The nodes are network namespaces of this machine, so all layouts of a pipeline have the same cores: what differs is the
+way between the stages. For each kind of line, systems on one machine, two nodes and three nodes are open at the same
+time, and answer in turn, one at a time; a ratio compares them within a round.
+
+Delay is that of one way, which a forwarder adds to every packet (``tests.support.slow_lines``); the kernel's `tbf`
+limits the bandwidth of each node. Agents are subprocesses in the namespaces: Ray would carry none of the data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import msgspec
+import trio
+from rich.console import Console
+
+from bench.recovery import Subject, subject
+from omni_actors import AudioChunk, OmniSystem
+from omni_actors.cluster.placement import PARENT, Node
+from omni_actors.cluster.placements import Placements
+from omni_actors.cluster.spawner import open_cluster
+from omni_actors.cluster.subprocess_agents import SubprocessAgents
+from omni_actors.config import Cluster
+from tests.support.network import Namespace, namespaces, why_no_namespaces
+from tests.support.slow_lines import slow_lines
+
+ONE = "one machine"
+LAYOUTS: dict[str, dict[str, dict[str, str]]] = {
+    "omni": {
+        ONE: {},
+        "two nodes": {"thinker": PARENT, "talker": "n1", "code2wav": "n1"},
+        "three nodes": {"thinker": "n1", "talker": "n2", "code2wav": PARENT},
+    },
+    "voice": {
+        ONE: {},
+        "two nodes": {"whisper": PARENT, "llm": "n1", "acoustic": PARENT, "vocoder": PARENT},
+        "three nodes": {"whisper": PARENT, "llm": "n1", "acoustic": "n2", "vocoder": PARENT},
+    },
+    "echo": {
+        ONE: {},
+        "two nodes": {"source": PARENT, "middle": "n1", "sink": PARENT},
+        "three nodes": {"source": "n1", "middle": "n2", "sink": PARENT},
+    },
+}
+"""By pipeline: the node of each stage."""
+TOGETHER = 4
+"""How many requests are sent at once to measure throughput."""
+
+
+class Line(NamedTuple):
+    """How nodes are joined. bits_per_s: of each node; None: as fast as it goes."""
+
+    name: str
+    delay_s: float
+    bits_per_s: int | None
+
+
+LINES = (
+    Line("no delay", 0.0, None),
+    Line("1 ms", 0.001, None),
+    Line("10 ms", 0.01, None),
+    Line("100 Mbit/s", 0.0, 100_000_000),
+    Line("10 ms, 100 Mbit/s", 0.01, 100_000_000),
+)
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """ttfa_s: of one request alone. rate: seconds of sound for each second, while some are answered together."""
+
+    ttfa_s: float
+    rate: float
+
+
+class Round(msgspec.Struct, frozen=True):
+    """One measurement of all layouts. load: the machine's load average at its end."""
+
+    pipeline: str
+    line: str
+    load: float
+    figures: dict[str, Figures]
+
+    def ratio(self, layout: str, field: str) -> float:
+        found: float = getattr(self.figures[layout], field) / getattr(self.figures[ONE], field)
+        return found
+
+
+@asynccontextmanager
+async def opened(what: Subject, places: Mapping[str, str], nodes: Sequence[Namespace]) -> AsyncIterator[OmniSystem]:
+    """Open a pipeline with each stage on its node; no places: on this machine alone."""
+    stages = {name: msgspec.structs.replace(stage, threads=1) for name, stage in what.pipeline.stages.items()}
+    pipeline = msgspec.structs.replace(what.pipeline, stages=stages, cluster=Cluster(nodes=dict(places)))
+    if not places:
+        async with OmniSystem.open(pipeline) as omni:
+            yield omni
+        return
+    far = {f"n{n}": node for n, node in enumerate(nodes) if f"n{n}" in places.values()}
+    cluster = [Node(name="head", labels=(PARENT,)), *(Node(name=name) for name in far)]
+    agents = SubprocessAgents({name: node.command() for name, node in far.items()})
+    async with (
+        open_cluster(cluster, agents, Placements(pipeline, cluster), host=nodes[0].address) as spawner,
+        OmniSystem.open(pipeline, spawner=spawner) as omni,
+    ):
+        yield omni
+
+
+async def listen(omni: OmniSystem, what: Subject, into: list[tuple[float, float]]) -> None:
+    """Read one answer. Adds the seconds to its first sound, and the seconds of its sound."""
+    began, first, sound = time.monotonic(), None, 0.0
+    async for output in omni.generate(**what.request):
+        if isinstance(output.delta, AudioChunk):
+            first = first or time.monotonic()
+            sound += output.delta.duration_s
+    assert first is not None
+    into.append((first - began, sound))
+
+
+async def measure(omni: OmniSystem, what: Subject) -> Figures:
+    alone: list[tuple[float, float]] = []
+    await listen(omni, what, alone)
+    together: list[tuple[float, float]] = []
+    began = time.monotonic()
+    async with trio.open_nursery() as nursery:
+        for _ in range(TOGETHER):
+            nursery.start_soon(listen, omni, what, together)
+    return Figures(alone[0][0], sum(sound for _, sound in together) / (time.monotonic() - began))
+
+
+async def measure_line(kind: str, what: Subject, line: Line, nodes: Sequence[Namespace], rounds: int) -> list[Round]:
+    """Measure all layouts of a pipeline on one kind of line."""
+    found = []
+    async with AsyncExitStack() as stack:
+        systems = {
+            layout: await stack.enter_async_context(opened(what, places, nodes))
+            for layout, places in LAYOUTS[kind].items()
+        }
+        for omni in systems.values():
+            await listen(omni, what, [])
+        for _ in range(rounds):
+            figures = {layout: await measure(omni, what) for layout, omni in systems.items()}
+            found.append(Round(kind, line.name, os.getloadavg()[0], figures))
+    return found
+
+
+def markdown(rounds: Sequence[Round]) -> str:
+    """Return a table: medians of the rounds, and medians of the ratios to one machine."""
+    layouts = list(rounds[0].figures)
+    head = [f"{what}, {layout}" for what in ("first sound", "sound per second") for layout in layouts]
+    lines = [f"| pipeline, line | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
+    for key in dict.fromkeys((each.pipeline, each.line) for each in rounds):
+        mine = [each for each in rounds if (each.pipeline, each.line) == key]
+        cells = [_cell(mine, layout, "ttfa_s", 1000, " ms") for layout in layouts]
+        cells += [_cell(mine, layout, "rate", 1, " s") for layout in layouts]
+        lines.append(f"| {', '.join(key)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(rounds: Sequence[Round], layout: str, field: str, factor: float, unit: str) -> str:
+    value = factor * statistics.median(getattr(each.figures[layout], field) for each in rounds)
+    ratio = f" ({statistics.median(each.ratio(layout, field) for each in rounds):.2f})" if layout != ONE else ""
+    return f"{value:.3g}{unit}{ratio}"
+
+
+@click.command()
+@click.option("--pipeline", "kinds", type=click.Choice(list(LAYOUTS)), multiple=True, default=("omni", "voice"))
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures there.")
+@click.option("--markdown", "markdown_file", type=click.Path(path_type=Path), help="Write the table there.")
+def main(kinds: Sequence[str], rounds: int, json_file: Path | None, markdown_file: Path | None) -> None:
+    """Measure pipelines on one machine beside two and three network namespaces, on lines with delays and limits."""
+    if (why := why_no_namespaces()) is not None:
+        raise click.ClickException(why)
+    found: list[Round] = []
+    console = Console(width=160)
+    with tempfile.TemporaryDirectory() as directory:
+        for kind in kinds:
+            what = subject(kind, Path(directory))
+            for line in LINES:
+                is_slow = line.delay_s or line.bits_per_s
+                with namespaces(3) as nodes:
+                    lines = slow_lines(nodes, line.delay_s, line.bits_per_s) if is_slow else nullcontext()
+                    with lines, nodes[0].entered():
+                        found += trio.run(partial(measure_line, kind, what, line, nodes, rounds))
+                console.print(f"{kind}, {line.name}: load average {found[-1].load:.1f}")
+    table = markdown(found)
+    console.print(table, soft_wrap=True)
+    if markdown_file is not None:
+        markdown_file.write_text(table, encoding="utf-8")
+    if json_file is not None:
+        data = {"cores": os.cpu_count(), "together": TOGETHER, "rounds": msgspec.to_builtins(found)}
+        json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
