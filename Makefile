@@ -13,6 +13,7 @@
 # make bench-ring   and of the ring beside its peers, which this installs first
 # make bench-pipeline   and of a whole request beside bare queues, ZMQ and Ray actors
 # make bench-recovery   and of what the death of a worker costs a client
+# make bench-cluster   and of two and three nodes on lines with delays, beside one machine; needs root
 # make bench-gpu   the omni models and pictures on a CUDA device, with random weights
 # make bench-images   and of pictures, beside diffusers' pipeline and one after another
 # make bench-calls   and of calls to a system whose stages all compute
@@ -39,7 +40,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo demo-image serve test test-perf test-kills test-cluster test-worlds test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
+.PHONY: help setup demo demo-image serve test test-perf test-kills test-cluster test-worlds test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
 .DELETE_ON_ERROR:
 
 help:
@@ -83,7 +84,7 @@ test-kills: setup
 WORLD_ENGINES := echo or llm_decode or hibari_vocoder or qwen_image_vae_encoder
 
 test-cluster: setup
-	$(BIN)/python -m pytest -m "cluster" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "cluster and not kills" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -n 2 --world agents -m "not slow and not kills" tests/replay $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -n 2 --world agents -k "$(WORLD_ENGINES)" tests/stages/test_in_workers.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest --world ray -m "not slow" tests/replay/test_exact_replays.py tests/replay/test_checkpoints.py $(PYTEST_ARGS)
@@ -139,6 +140,9 @@ bench-prefill: setup
 
 bench-realtime: setup
 	$(BIN)/python -m bench.realtime $(BENCH_ARGS)
+
+bench-cluster: setup
+	$(BIN)/python -m bench.cluster $(BENCH_ARGS)
 
 bench-gpu: setup
 	$(BIN)/python -m bench.gpu $(BENCH_ARGS)

@@ -1,8 +1,8 @@
 """`python -m bench.cluster`: what nodes and the lines between them cost, in time to first sound and in throughput.
 
 The nodes are network namespaces of this machine, so all layouts of a pipeline have the same cores: what differs is the
-way between the stages. For each kind of line, systems on one machine, two nodes and three nodes are open at the same
-time, and answer in turn, one at a time; a ratio compares them within a round.
+way between the stages. Systems on one machine, two nodes and three nodes are open at the same time, and answer in turn,
+one at a time, on each kind of line; a ratio compares them within a round.
 
 Delay is that of one way, which a forwarder adds to every packet (``tests.support.slow_lines``); the kernel's `tbf`
 limits the bandwidth of each node. Agents are subprocesses in the namespaces: Ray would carry none of the data.
@@ -24,7 +24,6 @@ from typing import NamedTuple
 import click
 import msgspec
 import trio
-from rich.console import Console
 
 from bench.recovery import Subject, subject
 from omni_actors import AudioChunk, OmniSystem
@@ -55,8 +54,11 @@ LAYOUTS: dict[str, dict[str, dict[str, str]]] = {
     },
 }
 """By pipeline: the node of each stage."""
+LENGTHS = {"omni": {"max_tokens": 24, "talker_max_tokens": 25}, "voice": {"max_tokens": 24}, "echo": {}}
 TOGETHER = 4
 """How many requests are sent at once to measure throughput."""
+SETTLE_S = 11.0
+"""Linux's BBR takes a connection's shortest round trip of the last 10 s for that of the line."""
 
 
 class Line(NamedTuple):
@@ -65,6 +67,10 @@ class Line(NamedTuple):
     name: str
     delay_s: float
     bits_per_s: int | None
+
+    @property
+    def is_slow(self) -> bool:
+        return self.delay_s > 0 or self.bits_per_s is not None
 
 
 LINES = (
@@ -137,19 +143,23 @@ async def measure(omni: OmniSystem, what: Subject) -> Figures:
     return Figures(alone[0][0], sum(sound for _, sound in together) / (time.monotonic() - began))
 
 
-async def measure_line(kind: str, what: Subject, line: Line, nodes: Sequence[Namespace], rounds: int) -> list[Round]:
-    """Measure all layouts of a pipeline on one kind of line."""
+async def measure_pipeline(kind: str, what: Subject, nodes: Sequence[Namespace], rounds: int) -> list[Round]:
+    """Measure all layouts of a pipeline on each kind of line."""
     found = []
     async with AsyncExitStack() as stack:
         systems = {
             layout: await stack.enter_async_context(opened(what, places, nodes))
             for layout, places in LAYOUTS[kind].items()
         }
-        for omni in systems.values():
-            await listen(omni, what, [])
-        for _ in range(rounds):
-            figures = {layout: await measure(omni, what) for layout, omni in systems.items()}
-            found.append(Round(kind, line.name, os.getloadavg()[0], figures))
+        for line in LINES:
+            with slow_lines(nodes, line.delay_s, line.bits_per_s) if line.is_slow else nullcontext():
+                await trio.sleep(SETTLE_S)
+                for omni in systems.values():
+                    await listen(omni, what, [])
+                for _ in range(rounds):
+                    figures = {layout: await measure(omni, what) for layout, omni in systems.items()}
+                    found.append(Round(kind, line.name, os.getloadavg()[0], figures))
+            print(f"{kind}, {line.name}: load average {found[-1].load:.1f}", flush=True)
     return found
 
 
@@ -182,19 +192,14 @@ def main(kinds: Sequence[str], rounds: int, json_file: Path | None, markdown_fil
     if (why := why_no_namespaces()) is not None:
         raise click.ClickException(why)
     found: list[Round] = []
-    console = Console(width=160)
     with tempfile.TemporaryDirectory() as directory:
         for kind in kinds:
             what = subject(kind, Path(directory))
-            for line in LINES:
-                is_slow = line.delay_s or line.bits_per_s
-                with namespaces(3) as nodes:
-                    lines = slow_lines(nodes, line.delay_s, line.bits_per_s) if is_slow else nullcontext()
-                    with lines, nodes[0].entered():
-                        found += trio.run(partial(measure_line, kind, what, line, nodes, rounds))
-                console.print(f"{kind}, {line.name}: load average {found[-1].load:.1f}")
+            what = what._replace(request={**what.request, **LENGTHS[kind]})
+            with namespaces(3) as nodes, nodes[0].entered():
+                found += trio.run(partial(measure_pipeline, kind, what, nodes, rounds))
     table = markdown(found)
-    console.print(table, soft_wrap=True)
+    print(table)
     if markdown_file is not None:
         markdown_file.write_text(table, encoding="utf-8")
     if json_file is not None:

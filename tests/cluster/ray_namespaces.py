@@ -96,12 +96,13 @@ class RayNodes:
             starter.kill()
             starter.wait()
 
-    def restart_ended(self) -> None:
-        """Start each node again that has ended."""
-        for name in self.nodes:
-            if name not in self._starters or self._starters[name].poll() is not None:
-                self.end(name)
-                self.start(name)
+    def restart_ended(self) -> list[str]:
+        """Start each node again that has ended. Returns their names."""
+        ended = [name for name in self.nodes if name not in self._starters or self._starters[name].poll() is not None]
+        for name in ended:
+            self.end(name)
+            self.start(name)
+        return ended
 
     def end_all(self) -> None:
         for name in reversed(list(self._starters)):

@@ -1,7 +1,8 @@
-"""Links between two network namespaces: partitions, one-sided ones, and a slow line."""
+"""Links between network namespaces: partitions, one-sided ones, and slow lines."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -9,7 +10,8 @@ import pytest
 
 from omni_actors.cluster.pump import Pump
 from tests.cluster.linked_rings import SECRET, WATCHDOG_S, LinkedRings, Losses
-from tests.support.network import Namespace, two_namespaces, why_no_namespaces
+from tests.support.network import Namespace, namespaces, two_namespaces, why_no_namespaces
+from tests.support.slow_lines import slow_lines
 
 pytestmark = pytest.mark.skipif(why_no_namespaces() is not None, reason=str(why_no_namespaces()))
 
@@ -92,4 +94,22 @@ def test_a_slow_line_carries_everything(nodes: tuple[Namespace, Namespace]) -> N
         for number in range(20):
             with made.consumer.recv(WATCHDOG_S) as frame:
                 assert int.from_bytes(frame.data[:4], "little") == number
+        assert not [each for ends in losses for each in ends.all()]
+
+
+def test_lines_with_a_delay_carry_everything_and_the_old_way_is_back_behind_them() -> None:
+    with namespaces(3) as nodes, link_between((nodes[1], nodes[2]), silent_s=15.0) as (made, losses):
+        with slow_lines(nodes, 0.02, 40_000_000):
+            began = time.monotonic()
+            made.producer.send(b"delayed")
+            made.consumer.recv(WATCHDOG_S).release()
+            assert time.monotonic() - began >= 0.02
+            for number in range(20):
+                made.producer.send(number.to_bytes(4, "little") + bytes(100_000), timeout=WATCHDOG_S)
+            for number in range(20):
+                with made.consumer.recv(WATCHDOG_S) as frame:
+                    assert int.from_bytes(frame.data[:4], "little") == number
+        made.producer.send(b"last")
+        with made.consumer.recv(WATCHDOG_S) as frame:
+            assert bytes(frame.data) == b"last"
         assert not [each for ends in losses for each in ends.all()]

@@ -216,3 +216,26 @@ async def test_a_system_goes_on_with_a_new_head(ray: RayNodes, writers: Path) ->
             await on.until_back(node, number)
         check_exact(after := ask_long(on.omni), await read(after))
         assert_one_writer_at_a_time(writers)
+
+
+@pytest.mark.kills
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lost", PARTITIONS.values(), ids=PARTITIONS)
+async def test_a_partition_of_five_minutes(ray: RayNodes, writers: Path, lost: Mapping[str, Sequence[str]]) -> None:
+    """Ray takes the node for dead, and its raylet ends. Whatever keeps Ray running on a node starts it there again."""
+    async with opened(ray, writers, lease_s=LEASE_S) as on:
+        agent, began, answers = on.spawner.agents["n2"].number, trio.current_time(), 0
+        with partition(ray, lost):
+            while trio.current_time() < began + 300.0:
+                check_exact(generation := ask_long(on.omni), await read(generation))
+                answers += 1
+                await trio.sleep(2.0)
+            assert ray.node_of(pid_of(on.omni, "second")) == "n1"
+            assert not ray.agents_and_workers() & ray.nodes["n2"].pids()
+        print(f"{answers} answers; Ray's nodes that had ended: {ray.restart_ended()}")
+        await on.until_back("n2", agent)
+        os.kill(pid_of(on.omni, "second"), signal.SIGKILL)
+        await wait_restarted(on.omni, "second", 3)
+        check_exact(after := ask_long(on.omni), await read(after))
+        assert ray.node_of(pid_of(on.omni, "second")) == "n2"
+        assert_one_writer_at_a_time(writers)

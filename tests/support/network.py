@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import select
 import shutil
@@ -22,6 +23,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 
 _CLONE_NEWNET = 0x40000000
+_numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -117,24 +119,25 @@ def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
 @contextmanager
 def namespaces(count: int) -> Iterator[list[Namespace]]:
     """Yield namespaces joined by a switch, a bridge in a namespace of its own. Raises as ``two_namespaces``."""
-    nodes, switch = _nodes(count), f"omni-{os.getpid()}-switch"
+    nodes = _nodes(count)
+    switch = f"{nodes[0].name}-switch"
     with _made(switch, *(node.name for node in nodes)):
         in_switch = ("ip", "-n", switch, "link")
         _run([*in_switch, "add", "bridge", "type", "bridge"])
         _run([*in_switch, "set", "bridge", "up"])
-        for node in nodes:
-            port = ("name", f"to-{node.device}", "netns", switch)
+        for n, node in enumerate(nodes):
+            port = ("name", f"port{n}", "netns", switch)
             _run(["ip", "-n", node.name, "link", "add", node.device, "type", "veth", "peer", *port])
-            _run([*in_switch, "set", f"to-{node.device}", "master", "bridge", "up"])
+            _run([*in_switch, "set", f"port{n}", "master", "bridge", "up"])
             _configure(node)
         yield nodes
 
 
 def _nodes(count: int) -> list[Namespace]:
-    pid, network = os.getpid(), f"10.231.{os.getpid() % 250 + 1}"
+    name, network = f"{os.getpid()}-{next(_numbers)}", f"10.231.{os.getpid() % 250 + 1}"
     addresses = [f"{network}.{n + 1}" for n in range(count)]
     return [
-        Namespace(f"omni-{pid}-{n}", address, f"omni{pid}{n}", [each for each in addresses if each != address])
+        Namespace(f"omni-{name}-{n}", address, f"om{name}-{n}", [each for each in addresses if each != address])
         for n, address in enumerate(addresses)
     ]
 
