@@ -99,10 +99,15 @@ class RayNodes:
     def restart_ended(self) -> list[str]:
         """Start each node again that has ended. Returns their names."""
         ended = [name for name in self.nodes if name not in self._starters or self._starters[name].poll() is not None]
-        for name in ended:
-            self.end(name)
-            self.start(name)
+        self.restart(ended)
         return ended
+
+    def restart(self, names: Sequence[str]) -> None:
+        """End nodes, and start them again."""
+        for name in names:
+            self.end(name)
+        for name in names:
+            self.start(name)
 
     def end_all(self) -> None:
         for name in reversed(list(self._starters)):

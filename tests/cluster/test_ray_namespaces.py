@@ -187,8 +187,7 @@ async def test_a_node_without_its_raylet_is_used_again_when_it_is_back(ray: RayN
         assert has_ended(worker)
         await wait_restarted(on.omni, "second", 2)
         assert ray.node_of(pid_of(on.omni, "second")) == "n1"
-        ray.end("n2")
-        ray.start("n2")
+        await trio.to_thread.run_sync(ray.restart, ["n2"])  # meanwhile leases are renewed
         await on.until_back("n2", agent.number)
         os.kill(pid_of(on.omni, "second"), signal.SIGKILL)
         await wait_restarted(on.omni, "second", 3)
@@ -207,10 +206,7 @@ async def test_a_system_goes_on_with_a_new_head(ray: RayNodes, writers: Path) ->
             while not all(agent.fenced.is_set() for agent in on.spawner.agents.values()):  # noqa: ASYNC110
                 await trio.sleep(0.05)
         waiting = ask_long(on.omni)
-        for name in ray.nodes:
-            ray.end(name)
-        for name in ray.nodes:
-            ray.start(name)
+        await trio.to_thread.run_sync(ray.restart, list(ray.nodes))
         check_exact(waiting, await read(waiting))
         for node, number in agents.items():
             await on.until_back(node, number)
@@ -232,7 +228,8 @@ async def test_a_partition_of_five_minutes(ray: RayNodes, writers: Path, lost: M
                 await trio.sleep(2.0)
             assert ray.node_of(pid_of(on.omni, "second")) == "n1"
             assert not ray.agents_and_workers() & ray.nodes["n2"].pids()
-        print(f"{answers} answers; Ray's nodes that had ended: {ray.restart_ended()}")
+        ended = await trio.to_thread.run_sync(ray.restart_ended)
+        print(f"{answers} answers; Ray's nodes that had ended: {ended}")
         await on.until_back("n2", agent)
         os.kill(pid_of(on.omni, "second"), signal.SIGKILL)
         await wait_restarted(on.omni, "second", 3)
