@@ -4,6 +4,9 @@ The nodes are network namespaces of this machine, so all layouts of a pipeline h
 way between the stages. Systems on one machine, two nodes and three nodes are open at the same time, and answer in turn,
 one at a time, on each kind of line; a ratio compares them within a round.
 
+Linux gives each session an equal share of the CPUs (autogroup), and agents have sessions of their own. So a layout with
+more agents would get more of a busy machine. All processes run in one control group, where there are no such shares.
+
 Delay is that of one way, which a forwarder adds to every packet (``tests.support.slow_lines``); the kernel's `tbf`
 limits the bandwidth of each node. Agents are subprocesses in the namespaces: Ray would carry none of the data.
 """
@@ -15,8 +18,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +60,8 @@ LAYOUTS: dict[str, dict[str, dict[str, str]]] = {
 LENGTHS = {"omni": {"max_tokens": 24, "talker_max_tokens": 25}, "voice": {"max_tokens": 24}, "echo": {}}
 TOGETHER = 4
 """How many requests are sent at once to measure throughput."""
+CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
+"""Where version 1 of control groups has its CPU controller."""
 SETTLE_S = 11.0
 """Linux's BBR takes a connection's shortest round trip of the last 10 s for that of the line."""
 
@@ -100,6 +105,19 @@ class Round(msgspec.Struct, frozen=True):
     def ratio(self, layout: str, field: str) -> float:
         found: float = getattr(self.figures[layout], field) / getattr(self.figures[ONE], field)
         return found
+
+
+@contextmanager
+def one_control_group() -> Iterator[None]:
+    """Schedule this process, and all that it starts within the block, without regard to sessions. Raises OSError."""
+    group = CPU_GROUPS / f"omni-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (CPU_GROUPS / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
 
 
 @asynccontextmanager
@@ -191,8 +209,10 @@ def main(kinds: Sequence[str], rounds: int, json_file: Path | None, markdown_fil
     """Measure pipelines on one machine beside two and three network namespaces, on lines with delays and limits."""
     if (why := why_no_namespaces()) is not None:
         raise click.ClickException(why)
+    if not (grouped := CPU_GROUPS.is_dir()):
+        print("no control groups (version 1): on a busy machine, layouts with more agents get more of the CPUs")
     found: list[Round] = []
-    with tempfile.TemporaryDirectory() as directory:
+    with one_control_group() if grouped else nullcontext(), tempfile.TemporaryDirectory() as directory:
         for kind in kinds:
             what = subject(kind, Path(directory))
             what = what._replace(request={**what.request, **LENGTHS[kind]})
@@ -203,7 +223,12 @@ def main(kinds: Sequence[str], rounds: int, json_file: Path | None, markdown_fil
     if markdown_file is not None:
         markdown_file.write_text(table, encoding="utf-8")
     if json_file is not None:
-        data = {"cores": os.cpu_count(), "together": TOGETHER, "rounds": msgspec.to_builtins(found)}
+        data = {
+            "cores": os.cpu_count(),
+            "one_control_group": grouped,
+            "together": TOGETHER,
+            "rounds": msgspec.to_builtins(found),
+        }
         json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.cluster.ray_cluster import ENVIRONMENT, STORE_BYTES
 from tests.support.network import Namespace
@@ -134,8 +136,13 @@ def _is_ours(pid: int) -> bool:
 
 @contextmanager
 def ray_on(nodes: Sequence[Namespace]) -> Iterator[RayNodes]:
-    """Run a Ray with a node in each namespace."""
-    with tempfile.TemporaryDirectory(prefix="omni-ray-", ignore_cleanup_errors=True) as folder:
+    """Run a Ray with a node in each namespace. Its secret is in this process's environment, for the block."""
+    with (
+        tempfile.TemporaryDirectory(prefix="omni-ray-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         cluster = RayNodes(nodes, Path(folder))
         try:
             for name in cluster.nodes:
