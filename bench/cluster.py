@@ -174,8 +174,9 @@ async def measure_pipeline(kind: str, what: Subject, nodes: Sequence[Namespace],
                 await trio.sleep(SETTLE_S)
                 for omni in systems.values():
                     await listen(omni, what, [])
-                for _ in range(rounds):
-                    figures = {layout: await measure(omni, what) for layout, omni in systems.items()}
+                for number in range(rounds):
+                    order = [*list(systems)[number % len(systems) :], *list(systems)[: number % len(systems)]]
+                    figures = {layout: await measure(systems[layout], what) for layout in order}
                     found.append(Round(kind, line.name, os.getloadavg()[0], figures))
             print(f"{kind}, {line.name}: load average {found[-1].load:.1f}", flush=True)
     return found
@@ -183,7 +184,7 @@ async def measure_pipeline(kind: str, what: Subject, nodes: Sequence[Namespace],
 
 def markdown(rounds: Sequence[Round]) -> str:
     """Return a table: medians of the rounds, and medians of the ratios to one machine."""
-    layouts = list(rounds[0].figures)
+    layouts = list(next(iter(LAYOUTS.values())))
     head = [f"{what}, {layout}" for what in ("first sound", "sound per second") for layout in layouts]
     lines = [f"| pipeline, line | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
     for key in dict.fromkeys((each.pipeline, each.line) for each in rounds):
