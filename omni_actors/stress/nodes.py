@@ -15,10 +15,11 @@ from typing import Final
 
 from msgspec import structs
 
+from omni_actors.cluster.interfaces import AgentStarter
 from omni_actors.cluster.placement import PARENT, Node
 from omni_actors.cluster.placements import Placements
 from omni_actors.cluster.ray_nodes import open_ray
-from omni_actors.cluster.spawner import AgentStarter, ClusterSpawner, open_cluster
+from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.config import Cluster, Pipeline
 from omni_actors.errors import ClusterUnavailable
