@@ -23,7 +23,8 @@ stage that is dead or idle. A request completes without its idle stages.
 
 A living stage that has evicted its retained chunks computes them again, if they were all for one downstream stage: that
 stage then has none of them, so no old chunk meets a new one. The living stage drops the request and starts again. It
-must be deterministic or resumable. Any other living stage cannot do its part.
+must be deterministic or resumable. Any other living stage cannot do its part. It then needs its input again, so dead
+stages upstream start again too, though it had all of theirs.
 
 If a living stage whose output is needed failed at its part of an earlier replay, the verdict is Fail with its reason.
 A resumable stage starts again from its journal: it puts out again what a consumer lacks, and goes on from there.
@@ -112,7 +113,7 @@ def decide_replay(
     for name, stage in state.stages.items():
         if stage.held and stage.replay_failure is not None and name in survey.needed - computed_again:
             return Fail(f"stage {name!r}: {stage.replay_failure}")
-    again = survey.restarts | computed_again
+    again = _with_lost_sources(state, survey.restarts | computed_again)
     restarts = tuple(name for name in state.stages if name in again)
     if not restarts:
         return Untouched()
@@ -198,6 +199,19 @@ def _computed_again(state: ReplayState, survey: _Survey, recoverable: Set[str]) 
         failed = stage.replay_failure is not None and name in survey.needed
         if failed or consumers[0] in survey.restarts | found:
             found.add(name)
+    return found
+
+
+def _with_lost_sources(state: ReplayState, again: Set[str]) -> set[str]:
+    """Add the stages whose worker died and that feed one of ``again``, directly or through others that are added.
+
+    Such a stage may have finished its part: a stage that is computed again needs it once more.
+    """
+    found = set(again)
+    for name in reversed(state.route.stages):
+        if name in found:
+            sources = (each for each in state.route.sources[name] if each != CLIENT)
+            found.update(each for each in sources if not state.stages[each].held)
     return found
 
 

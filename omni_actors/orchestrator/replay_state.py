@@ -118,8 +118,6 @@ class ReplayState:
             stage: StageState(output=ClientOutput.NONE if CLIENT in route.targets[stage] else ClientOutput.NOT_WANTED)
             for stage in route.stages
         }
-        self.open_outputs = {stage for stage, state in self.stages.items() if state.output_open}
-        """The stages of which the client still waits for output. To be read only."""
 
     # Transitions. Each raises AssertionError (IllegalTransition for a phase) and then changes nothing.
 
@@ -167,8 +165,6 @@ class ReplayState:
         """The client's side has received a new chunk of the stage."""
         assert self.stages[stage].output_open, "the client waits for no output of the stage"
         self.stages[stage].output = ClientOutput.ALL if last else ClientOutput.SOME
-        if last:
-            self.open_outputs.remove(stage)
 
     # Reading
 
@@ -181,6 +177,11 @@ class ReplayState:
     def waiting(self) -> tuple[str, ...]:
         """The stages that wait for a replica, for their first start or to start again; in topological order."""
         return tuple(name for name, stage in self.stages.items() if stage.phase in (Phase.QUEUED, Phase.WAITING))
+
+    @property
+    def open_outputs(self) -> set[str]:
+        """The stages of which the client still waits for output."""
+        return {name for name, stage in self.stages.items() if stage.output in _OPEN}
 
     def is_held_by(self, address: Address) -> bool:
         stage = self.stages.get(address.stage)

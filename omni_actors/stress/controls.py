@@ -95,10 +95,11 @@ class Controls:
                 with self._period(closures.paused):
                     await trio.sleep(pause.ms / 1000)
         finally:
-            for other in closures.paused:  # generation goes on for all that have paused it
-                other.end(self._now())
+            ended = self._now()
             with trio.CancelScope(shield=True), suppress(SystemClosed):
                 await self._omni.resume_generation()
+            for other in closures.paused:  # generation goes on for all that have paused it, until now
+                other.end(ended)
 
     async def _sleep(self, sleep: Sleep) -> None:
         closures = self.closures

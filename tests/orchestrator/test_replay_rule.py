@@ -281,6 +281,14 @@ def test_stages_whose_chunks_were_evicted_are_computed_again_up_to_the_first_one
     assert decide(state_of(route, {"c": LOST}, evicted="a")) == Replay(("c",))
 
 
+def test_a_stage_that_is_computed_again_needs_its_sources_again_though_they_had_finished() -> None:
+    """b had all of a, and c some of b: the death of a cost nothing until b had to be computed again."""
+    phases = {"a": LOST, "b": FINISHED, "c": LOST}
+    state = state_of(ROUTES["three"], phases, complete={("b", "a")}, evicted="b")
+    assert decide(state) == Replay(("a", "b", "c"))
+    assert decide(state, failed={"a"}) == Unavailable("a")
+
+
 def test_the_death_of_a_stage_whose_output_was_received_whole_costs_nothing() -> None:
     """The text is complete and its speech goes on: the thinker's death is harmless, unless the talker dies too."""
     route = ROUTES["two"]
