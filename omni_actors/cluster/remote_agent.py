@@ -216,16 +216,16 @@ class RemoteAgent:
             self.give_up(str(error))
 
     async def _take_checkpoint(self, kept: control.CheckpointKept, nursery: trio.Nursery) -> None:
-        """Give a handle for the memory of checkpoints to the supervisor, unless there are no descriptors for one."""
+        """Give a proxy for the memory of checkpoints to the supervisor, unless there are no descriptors for one."""
         worker = self._workers.get(kept.worker)
         try:
-            handle = None if worker is None else self._checkpoints.handle(kept.memory, nursery)
+            proxy = None if worker is None else self._checkpoints.proxy(kept.memory, nursery)
         except OSError:
-            handle = None
-        if worker is None or handle is None:
+            proxy = None
+        if worker is None or proxy is None:
             self._drop(kept.memory)
         else:
-            await worker.mailbox.take_message(messages.CheckpointMemory(kept.request), (handle,))
+            await worker.mailbox.take_message(messages.CheckpointMemory(kept.request), (proxy,))
 
     def _drop(self, memory: int) -> None:
         self.post(control.DropCheckpoint(memory))

@@ -1,9 +1,9 @@
-"""Checkpoints of workers on another node: the memory stays there, and the parent has a *handle* for each.
+"""Checkpoints of workers on another node: the memory stays there, and the parent has a *proxy* for each.
 
 Rules
 1. The supervisor and the orchestrator own a descriptor of each memory and close it when they need it no more. Here that
-   is a handle: one end of a socket pair. When it is closed, the agent is told to free the memory.
-2. A handle that is posted to a worker of the same agent stands for its memory. Another worker receives nothing:
+   is a proxy: one end of a socket pair. When it is closed, the agent is told to free the memory.
+2. A proxy that is posted to a worker of the same agent stands for its memory. Another worker receives nothing:
    its engine starts the request over from the journal, or from its beginning.
 """
 
@@ -17,15 +17,15 @@ import trio
 
 
 class RemoteCheckpoints:
-    """The handles for the memories of one agent. drop: tells the agent to free a memory."""
+    """The proxies for the memories of one agent. drop: tells the agent to free a memory."""
 
     def __init__(self, drop: Callable[[int], None]) -> None:
         self._drop = drop
         self._memories: dict[int, int] = {}
-        """The number of the memory for which a handle stands, by the handle's inode."""
+        """The number of the memory for which a proxy stands, by the proxy's inode."""
 
-    def handle(self, memory: int, nursery: trio.Nursery) -> int:
-        """Return a handle for a memory, which the caller owns. nursery: watches the handle. Raises OSError."""
+    def proxy(self, memory: int, nursery: trio.Nursery) -> int:
+        """Return a proxy for a memory, which the caller owns. nursery: watches the proxy. Raises OSError."""
         ours, theirs = socket.socketpair()
         inode = os.fstat(theirs.fileno()).st_ino
         self._memories[inode] = memory
@@ -33,7 +33,7 @@ class RemoteCheckpoints:
         return theirs.detach()
 
     def memory_of(self, fd: int) -> int | None:
-        """Return the memory for which a descriptor stands; None if it is no handle of this agent."""
+        """Return the memory for which a descriptor stands; None if it is no proxy of this agent."""
         return self._memories.get(os.fstat(fd).st_ino)
 
     async def _watch(self, ours: socket.socket, inode: int) -> None:

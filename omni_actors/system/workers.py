@@ -76,5 +76,5 @@ def descriptors(pipeline: Pipeline) -> int:
     rings = sum(replicas[spec.producer] * replicas[spec.consumer] for spec in edge_specs(pipeline))
     checkpoints = pipeline.limits.max_requests * sum(map(pipeline.resumable, pipeline.stages))
     if pipeline.cluster is not None:
-        checkpoints *= 2  # the handle of memory on another node has an end that is watched
+        checkpoints *= 2  # the proxy of memory on another node has an end that is watched
     return WORKER_DESCRIPTORS * (sum(replicas.values()) - 1) + RING_DESCRIPTORS * rings + checkpoints

@@ -61,29 +61,29 @@ async def test_a_worker_has_what_tests_set_in_the_environment(tmp_path: Path, mo
     assert outputs[0].data["word"] == "hello"
 
 
-async def test_a_memory_is_dropped_when_its_token_is_closed(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_memory_is_dropped_when_its_proxy_is_closed(autojump_clock: trio.testing.MockClock) -> None:
     dropped: list[int] = []
     checkpoints = RemoteCheckpoints(dropped.append)
     async with trio.open_nursery() as nursery:
-        handles = {memory: checkpoints.handle(memory, nursery) for memory in (1, 2)}
-        assert [checkpoints.memory_of(handle) for handle in handles.values()] == [1, 2]
-        copy = os.dup(handles[1])  # a descriptor that the supervisor has passed on
+        proxies = {memory: checkpoints.proxy(memory, nursery) for memory in (1, 2)}
+        assert [checkpoints.memory_of(proxy) for proxy in proxies.values()] == [1, 2]
+        copy = os.dup(proxies[1])  # a descriptor that the supervisor has passed on
         assert checkpoints.memory_of(copy) == 1
-        os.close(handles[1])
+        os.close(proxies[1])
         await trio.testing.wait_all_tasks_blocked()
         assert dropped == []
         os.close(copy)
         await trio.testing.wait_all_tasks_blocked()
         assert dropped == [1]
-        assert checkpoints.memory_of(handles[2]) == 2
+        assert checkpoints.memory_of(proxies[2]) == 2
         with socket.socket() as another:
             assert checkpoints.memory_of(another.fileno()) is None
-        os.close(handles[2])
+        os.close(proxies[2])
     assert dropped == [1, 2]
 
 
-async def test_a_token_is_no_checkpoint_for_a_worker_on_another_node(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_proxy_is_no_checkpoint_for_a_worker_on_another_node(autojump_clock: trio.testing.MockClock) -> None:
     async with trio.open_nursery() as nursery:
-        handle = RemoteCheckpoints(lambda memory: None).handle(1, nursery)
+        proxy = RemoteCheckpoints(lambda memory: None).proxy(1, nursery)
         with pytest.raises((RingCorrupted, OSError)):
-            Snapshot.attach(handle)  # which closes it
+            Snapshot.attach(proxy)  # which closes it
