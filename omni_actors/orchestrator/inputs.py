@@ -134,18 +134,15 @@ class InputMover:
         address, cursor = self._address(request, stage), request.input.cursor(stage)
         if address is None:
             return
-        edge, is_first = self._edges.inputs[address], True
+        edge = self._edges.inputs[address]
+        await trio.lowlevel.checkpoint()  # here and between pieces, other tasks run
         while request.input.cursor(stage) is cursor and (due := request.input.next_piece(stage)) is not None:
-            if is_first:  # it is sent at once; between pieces, other tasks run
-                await trio.lowlevel.checkpoint_if_cancelled()
-            else:
-                await trio.lowlevel.checkpoint()
-            is_first = False
             try:
                 size = await edge.send(_encoded(request, cursor, due))
             except trio.ClosedResourceError:
                 return
             _count(request, address, cursor, size)
+            await trio.lowlevel.checkpoint()
 
     @trio.lowlevel.enable_ki_protection
     async def read(self, request: Request, kind: str) -> None:

@@ -18,8 +18,8 @@ done until that stage has the last chunk. A downstream stage that starts again h
 it has finished since it last started, or when its output is not needed. (A stage is not done because the client has its
 last chunk: it may have started again for a downstream stage.)
 
-A living stage is *idle* if it has not finished, its output is not needed, and it either started again or waits for a
-stage that is dead or idle. A request completes without its idle stages.
+A living stage is *idle* if it has not finished, its output is not needed, and it started again, failed at its part of a
+replay, or waits for a stage that is dead or idle. A request completes without its idle stages.
 
 A living stage that has evicted its retained chunks computes them again, if they were all for one downstream stage: that
 stage then has none of them, so no old chunk meets a new one. The living stage drops the request and starts again. It
@@ -151,7 +151,8 @@ def idle_stages(state: ReplayState) -> Set[str]:
             for source in state.route.sources[name]
             if source != CLIENT and source not in stage.inputs_complete
         )
-        if stage.held and stage.phase is not Phase.FINISHED and (stage.restarted or starved):
+        failed = stage.replay_failure is not None
+        if stage.held and stage.phase is not Phase.FINISHED and (stage.restarted or failed or starved):
             idle.add(name)
     return idle & unneeded_stages(state)
 

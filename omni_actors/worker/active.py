@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from omni_actors.protocol.chunks import ChunkHeader, ChunkSequence
+from omni_actors.protocol.chunks import ChunkHeader, ChunkSequence, ReplayDiverged
 from omni_actors.protocol.journal import Journal, slices
 from omni_actors.protocol.messages import (
     CLIENT,
@@ -40,6 +40,8 @@ class ActiveRequest:
         self.downstream = start.downstream
         self._sequences = {source: ChunkSequence(start.request, source) for source in start.sources}
         self._replayed = start.replayed
+        self._diverged = False
+        """Whether a source sent something else the second time. What comes later belongs to another answer."""
         self._producers: dict[str, Address | None] = {}
         """The only replica that a source's chunks are taken from, once the parent has named it."""
         self._journals: defaultdict[str, Journal] = defaultdict(Journal)
@@ -80,7 +82,12 @@ class ActiveRequest:
         return bool(self._journals)
 
     def accept(self, header: ChunkHeader, tensors: Mapping[str, Tensor], producer: Address) -> bool:
-        """Return whether the chunk is new. Raises as ``ChunkSequence.accept``; KeyError for an unannounced source."""
+        """Return whether the chunk is new. None is new after a divergence.
+
+        Raises as ``ChunkSequence.accept``; KeyError for an unannounced source.
+        """
+        if self._diverged:
+            return False
         if self._producers.get(header.source, producer) != producer:
             return False
         if self._replayed and header.seq and not self._sequences[header.source].received:
@@ -89,7 +96,11 @@ class ActiveRequest:
         for each in header.all_decided:
             if new := self._journals[each.stage].add(each):
                 self._not_passed_on.append(new)
-        return self._sequences[header.source].accept(header, tensors)
+        try:
+            return self._sequences[header.source].accept(header, tensors)
+        except ReplayDiverged:
+            self._diverged = True
+            raise
 
     def pass_on(self) -> tuple[Decided, ...]:
         """Return the entries that the next output carries: those of ``_journals`` that no output has carried yet."""

@@ -261,6 +261,7 @@ def test_a_replayed_chunk_that_differs_ends_the_replay_only(harness: LoopHarness
     assert isinstance(notice, Unreplayable)
     assert (notice.request, notice.needed) == (1, True)
     assert "differs" in notice.reason
+    send(again, 1, 1, source="above", text="of another answer")
     send(again, 2, 0, source="above", text="fine", last=True)
     assert texts(out, 1) == [(0, "fine")]
 
