@@ -10,6 +10,8 @@ Rules
 3. An actor is scheduled on its node and on no other, with the resources that its workers are to have.
 4. The helper ends when its stdin does. It kills the agents that it has started. Of a Ray that it has started, no
    process and no file is left.
+5. A helper whose own node is no longer in Ray ends at the next agent that it is to start: it is connected with a Ray
+   that is gone, though Ray may answer it. It kills no agent then.
 """
 
 from __future__ import annotations
@@ -31,7 +33,18 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from omni_actors.cluster.agent import AgentFailed, AgentSettings, run_in_main_thread
-from omni_actors.cluster.ray_messages import LOCAL, Ended, Failed, News, Order, RayNode, StartAgent, Started, StopAgent
+from omni_actors.cluster.ray_messages import (
+    LOCAL,
+    Ended,
+    Failed,
+    News,
+    Obeyed,
+    Order,
+    RayNode,
+    StartAgent,
+    Started,
+    StopAgent,
+)
 from omni_actors.config.devices import VISIBLE
 
 NAMESPACE: Final = "omni_actors"
@@ -120,13 +133,16 @@ class Helper:
         """Carry out one order. What becomes of an agent is told when it ends."""
         match order:
             case StartAgent():
+                if (node_id := self._id_now(order.node)) is None:
+                    tell(Ended(order.settings.number, certain=False, why="its node is not in Ray"))
+                    return
                 options = {
                     "max_restarts": 0,
                     "max_concurrency": 1,
                     "lifetime": "detached",
                     "num_cpus": order.cpus,
                     "num_gpus": order.gpus,
-                    "scheduling_strategy": NodeAffinitySchedulingStrategy(self._id_now(order.node), soft=False),
+                    "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
                 }
                 actor: Any = ray.remote(AgentActor).options(**options).remote()
                 self._actors[order.settings.number] = actor
@@ -136,13 +152,18 @@ class Helper:
                 if (actor := self._actors.pop(number, None)) is not None:
                     ray.kill(actor)
 
-    def _id_now(self, node: RayNode) -> str:
-        """Return the id of a node. One that has left Ray and come back has a new one, and its name and address."""
+    def _id_now(self, node: RayNode) -> str | None:
+        """Return the id of a node, or None if it is not in Ray now. Ends the helper if its own is not (rule 5).
+
+        A node that has left Ray and come back has a new id, and its name and address.
+        """
         alive = self.nodes().nodes
+        if not any(each.is_parents for each in alive):
+            self._end()
         if any(each.node_id == node.node_id for each in alive):
             return node.node_id
         same = (each.node_id for each in alive if (each.name, each.address) == (node.name, node.address))
-        return next(same, node.node_id)
+        return next(same, None)
 
     def _ended(self, number: int, future: Any) -> None:
         """Tell that an agent has ended. Called in a thread of Ray."""
@@ -181,6 +202,7 @@ def main() -> None:
         tell(helper.nodes())
         for line in sys.stdin.buffer:
             helper.obey(msgspec.json.decode(line, type=Order))
+            tell(Obeyed())
     finally:
         helper.close()
 

@@ -66,5 +66,9 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Obeyed(msgspec.Struct, frozen=True, tag=True):
+    """The helper has carried out the order that it was sent last."""
+
+
 Order: TypeAlias = StartAgent | StopAgent
-News: TypeAlias = Started | Failed | Ended
+News: TypeAlias = Started | Failed | Ended | Obeyed

@@ -5,6 +5,9 @@ Rules
    agent that is to be started starts a new helper first.
 2. What Ray says of the end of an actor is not taken for the end of its workers: their lease is waited for. Only an
    agent that has returned has surely ended.
+3. An order to the helper has ``ORDER_S`` seconds: a helper that has not carried it out by then is killed. Ray may keep
+   it waiting for a head that is gone.
+4. The nodes stay those that the first helper has found. A later one may come before the nodes of a new head.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ import msgspec
 import trio
 
 from omni_actors.cluster.agent import AgentSettings
-from omni_actors.cluster.ray_messages import Ended, Failed, News, Order, RayNode, StartAgent, Started, StopAgent
+from omni_actors.cluster.ray_messages import Ended, Failed, News, Obeyed, Order, RayNode, StartAgent, Started, StopAgent
 from omni_actors.errors import ClusterUnavailable
 
 HELPER_S: Final = 90.0
 """Seconds in which the helper must be connected with Ray, or have started one."""
 END_S: Final = 20.0
 """Seconds in which the helper must end after its stdin."""
+ORDER_S: Final = 20.0
+"""Seconds in which the helper must carry out an order."""
 Resources: TypeAlias = tuple[float, float]
 """CPUs and GPUs."""
 
@@ -41,13 +46,15 @@ class RayAgents:
         self._address, self._nursery = address, nursery
         self._process: trio.Process | None = None
         self._starting, self._ordering = trio.Lock(), trio.Lock()
+        self._obeyed = trio.Event()
+        """Set when the helper has carried out the newest order, or has ended."""
         self._nodes: dict[str, RayNode] = {}
         self._ends: dict[int, trio.MemorySendChannel[Ended]] = {}
         self.resources: Callable[[str], Resources] = lambda node: (0.0, 0.0)
 
     @property
     def nodes(self) -> list[RayNode]:
-        """The nodes as the newest helper found them. Their names are unique."""
+        """The nodes as the first helper found them. Their names are unique."""
         return [msgspec.structs.replace(node, name=name) for name, node in self._nodes.items()]
 
     async def run(self, node: str, settings: AgentSettings) -> bool:
@@ -61,14 +68,14 @@ class RayAgents:
         send, receive = trio.open_memory_channel[Ended](1)
         self._ends[settings.number] = send
         try:
-            await self._order(StartAgent(at, settings, *self.resources(node)))
+            if not await self._order(StartAgent(at, settings, *self.resources(node))):
+                return False
             ended = await receive.receive()
         except trio.EndOfChannel:  # the helper has ended, and with it the news of the agent
             await trio.sleep_forever()
         finally:
             if self._ends.pop(settings.number, None) is not None:
-                with trio.CancelScope(shield=True):
-                    await self._order(StopAgent(settings.number))
+                await self._order(StopAgent(settings.number))
         return ended.certain
 
     async def connect(self) -> None:
@@ -88,11 +95,20 @@ class RayAgents:
             process.kill()
             raise ClusterUnavailable({self._address: f"Ray did not answer within {HELPER_S:g} s"})
 
-    async def _order(self, order: Order) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # ``_follow`` notices that it has ended
-                async with self._ordering:
-                    await self._process.stdin.send_all(msgspec.json.encode(order) + b"\n")
+    async def _order(self, order: Order) -> bool:
+        """Have the helper carry out an order; return whether it runs and has. Not cancelled: it has a time limit."""
+        with trio.CancelScope(shield=True):
+            async with self._ordering:
+                if (process := self._process) is None or process.stdin is None:
+                    return False
+                self._obeyed = trio.Event()
+                with trio.move_on_after(ORDER_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                    await process.stdin.send_all(msgspec.json.encode(order) + b"\n")
+                    await self._obeyed.wait()
+                    return self._process is process
+                process.kill()
+                await self._obeyed.wait()  # ``_follow`` notices that it has ended
+                return False
 
     async def _follow(self, process: trio.Process, task_status: trio.TaskStatus[Started | Failed]) -> None:
         """Take a helper's news until it ends. Cancelling ends it."""
@@ -102,20 +118,28 @@ class RayAgents:
                 if isinstance(news, Ended):
                     if (send := self._ends.pop(news.number, None)) is not None:
                         send.send_nowait(news)
+                elif isinstance(news, Obeyed):
+                    self._obeyed.set()
                 else:
                     if isinstance(news, Started):  # not later: the helper may end at once
-                        self._process, self._nodes = process, _by_unique_name(news.nodes)
+                        self._process = process
+                        self._nodes = self._nodes or _by_unique_name(news.nodes)
                     told = True
                     task_status.started(news)
             if not told:
                 task_status.started(Failed("the helper has ended"))
         finally:
-            self._process = None
-            for send in self._ends.values():
-                send.close()
-            self._ends.clear()
+            if self._process is process:
+                self._forget_helper()
             with trio.CancelScope(shield=True):
                 await _end(process)
+
+    def _forget_helper(self) -> None:
+        self._process = None
+        self._obeyed.set()
+        for send in self._ends.values():
+            send.close()
+        self._ends.clear()
 
 
 async def _news(process: trio.Process) -> AsyncIterator[News]:

@@ -1,4 +1,4 @@
-"""A helper that ends: the next agent gets a new one. A script takes the place of Ray."""
+"""A helper that ends, or hangs: the next agent gets a new one. A script takes the place of Ray."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import trio
 
+from omni_actors.cluster import ray_nodes
+from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.ray_messages import RayNode, Started
 from omni_actors.cluster.ray_nodes import open_ray
 
@@ -27,3 +30,46 @@ async def test_a_helper_that_ends_at_once_is_replaced(tmp_path: Path, monkeypatc
             while len(starts.read_text().split()) < 3:
                 await trio.sleep(0.01)
                 await ray.connect()
+
+
+async def test_a_helper_that_carries_out_no_order_is_killed_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, starts = tmp_path / "helper", tmp_path / "starts"
+    news = msgspec.json.encode(Started([NODE])).decode()
+    script.write_text(f"#!/bin/sh\necho $$ >>'{starts}'\necho '{news}'\nexec sleep 1000\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(ray_nodes, "ORDER_S", 0.2)
+    monkeypatch.setattr(ray_nodes, "END_S", 0.2)
+    with trio.fail_after(30):
+        async with open_ray("10.0.0.1:6379") as ray:
+            for number in (1, 2):
+                assert not await ray.run("a", settings(number))
+        helpers = [int(pid) for pid in starts.read_text().split()]
+    assert len(helpers) == 2
+    assert not any(psutil.pid_exists(pid) for pid in helpers)
+
+
+async def test_a_helper_that_finds_fewer_nodes_takes_none_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new head has only its own node at first; the others come later, and are still the nodes of the cluster."""
+    script, starts = tmp_path / "helper", tmp_path / "starts"
+    later = msgspec.structs.replace(NODE, node_id="2", name="b", is_parents=False)
+    both, one = (msgspec.json.encode(Started(nodes)).decode() for nodes in ([NODE, later], [NODE]))
+    script.write_text(
+        f"#!/bin/sh\nif [ -e '{starts}' ]; then echo '{one}'; else echo '{both}'; fi\necho >>'{starts}'\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with trio.fail_after(30):
+        async with open_ray("10.0.0.1:6379") as ray:
+            while len(starts.read_text()) < 2:
+                await trio.sleep(0.01)
+                await ray.connect()
+            assert [node.name for node in ray.nodes] == ["a", "b"]
+
+
+def settings(number: int) -> AgentSettings:
+    return AgentSettings(
+        number=number, parent=("127.0.0.1", 1), secret=bytes(32), lease_s=1.0, tls=None, import_path=()
+    )
