@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -17,8 +17,9 @@ import trio
 
 from omni_actors import OmniSystem
 from omni_actors.cluster.placement import PARENT, Node
-from omni_actors.cluster.ray_nodes import open_ray
+from omni_actors.cluster.ray_nodes import RayAgents, open_ray
 from omni_actors.cluster.spawner import LEASE_S, ClusterSpawner, open_cluster
+from omni_actors.errors import ClusterUnavailable
 from omni_actors.generation import Generation
 from omni_actors.outputs import Output
 from tests.cluster.long_answers import (
@@ -73,15 +74,23 @@ def writers(tmp_path: Path) -> Path:
 
 
 class OnRay:
-    """A system, its spawner, and what the workers of a node are."""
+    """A system, its spawner, and its connection with Ray."""
 
-    def __init__(self, omni: OmniSystem, spawner: ClusterSpawner) -> None:
-        self.omni, self.spawner = omni, spawner
+    def __init__(self, omni: OmniSystem, spawner: ClusterSpawner, agents: RayAgents) -> None:
+        self.omni, self.spawner, self.agents = omni, spawner, agents
 
     async def until_back(self, node: str, lost: int) -> None:
         """Wait until a node has a newer agent than the one with the number ``lost``, which may start workers."""
         with trio.fail_after(WATCHDOG_S):
             while (agent := self.spawner.agents[node]).number == lost or not agent.up.is_set() or agent.lost:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+
+    async def until_connected(self) -> None:
+        """Wait until the parent is connected with Ray's head."""
+        with trio.fail_after(WATCHDOG_S):
+            while True:
+                with suppress(ClusterUnavailable):
+                    return await self.agents.connect()
                 await trio.sleep(0.05)
 
 
@@ -96,7 +105,7 @@ async def opened(ray: RayNodes, writers: Path, *, lease_s: float = SHORT_LEASE_S
         ):
             ours = {pid_of(omni, stage) for stage in PLACES} | {agent.pid for agent in spawner.agents.values()}
             assert ray.agents_and_workers() == ours
-            yield OnRay(omni, spawner)
+            yield OnRay(omni, spawner, agents)
     with trio.fail_after(WATCHDOG_S):
         while ray.agents_and_workers():  # noqa: ASYNC110
             await trio.sleep(0.05)
@@ -196,9 +205,11 @@ async def test_a_node_without_its_raylet_is_used_again_when_it_is_back(ray: RayN
         assert_one_writer_at_a_time(writers)
 
 
-@pytest.mark.xfail(reason="agents did not start again after a new head in two of four runs; not solved", strict=False)
 async def test_a_system_goes_on_with_a_new_head(ray: RayNodes, writers: Path) -> None:
-    """Without their head, Ray's nodes end, and all workers with them. A request waits until Ray is back."""
+    """Without their head, Ray's nodes end, and all workers with them. A request waits until Ray is back.
+
+    The parent is connected with the new head before the other nodes are.
+    """
     async with opened(ray, writers) as on:
         agents = {node: agent.number for node, agent in on.spawner.agents.items()}
         generation = ask_long(on.omni)
@@ -207,7 +218,11 @@ async def test_a_system_goes_on_with_a_new_head(ray: RayNodes, writers: Path) ->
             while not all(agent.fenced.is_set() for agent in on.spawner.agents.values()):  # noqa: ASYNC110
                 await trio.sleep(0.05)
         waiting = ask_long(on.omni)
-        await trio.to_thread.run_sync(ray.restart, list(ray.nodes))
+        for node in agents:
+            await trio.to_thread.run_sync(ray.end, node)
+        await trio.to_thread.run_sync(ray.restart, ["head"])
+        await on.until_connected()
+        await trio.to_thread.run_sync(ray.restart, list(agents))
         with trio.fail_after(2 * WATCHDOG_S):  # an agent whose start Ray has lost is given up after a minute
             check_exact(waiting, [output async for output in waiting])
         for node, number in agents.items():
