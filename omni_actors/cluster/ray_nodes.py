@@ -97,6 +97,7 @@ class RayAgents:
 
     async def _order(self, order: Order) -> bool:
         """Have the helper carry out an order; return whether it runs and has. Not cancelled: it has a time limit."""
+        obeyed = False
         with trio.CancelScope(shield=True):
             async with self._ordering:
                 if (process := self._process) is None or process.stdin is None:
@@ -105,10 +106,11 @@ class RayAgents:
                 with trio.move_on_after(ORDER_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                     await process.stdin.send_all(msgspec.json.encode(order) + b"\n")
                     await self._obeyed.wait()
-                    return self._process is process
-                process.kill()
-                await self._obeyed.wait()  # ``_follow`` notices that it has ended
-                return False
+                    obeyed = self._process is process
+                if not obeyed:
+                    process.kill()
+                    await self._obeyed.wait()  # ``_follow`` notices that it has ended
+        return obeyed
 
     async def _follow(self, process: trio.Process, task_status: trio.TaskStatus[Started | Failed]) -> None:
         """Take a helper's news until it ends. Cancelling ends it."""
