@@ -86,7 +86,7 @@ WORLD_ENGINES := echo or llm_decode or hibari_vocoder or qwen_image_vae_encoder
 test-cluster: setup
 	$(BIN)/python -m pytest -m "cluster and not kills" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -n 2 --world agents -m "not slow and not kills" tests/replay $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n 2 --world agents -k "$(WORLD_ENGINES)" tests/stages/test_in_workers.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --timeout 300 --world agents -k "$(WORLD_ENGINES)" tests/stages/test_in_workers.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest --world ray -m "not slow" tests/replay/test_exact_replays.py tests/replay/test_checkpoints.py $(PYTEST_ARGS)
 
 test-worlds: setup

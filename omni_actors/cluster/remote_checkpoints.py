@@ -21,22 +21,27 @@ class RemoteCheckpoints:
 
     def __init__(self, drop: Callable[[int], None]) -> None:
         self._drop = drop
-        self._memories: dict[int, int] = {}
-        """The number of the memory for which a proxy stands, by the proxy's inode."""
+        self._memories: dict[tuple[int, int], int] = {}
+        """The number of the memory for which a proxy stands, by the proxy's device and inode."""
 
     def proxy(self, memory: int, nursery: trio.Nursery) -> int:
         """Return a proxy for a memory, which the caller owns. nursery: watches the proxy. Raises OSError."""
         ours, theirs = socket.socketpair()
-        inode = os.fstat(theirs.fileno()).st_ino
-        self._memories[inode] = memory
-        nursery.start_soon(self._watch, ours, inode)
+        file = _file_of(theirs.fileno())
+        self._memories[file] = memory
+        nursery.start_soon(self._watch, ours, file)
         return theirs.detach()
 
     def memory_of(self, fd: int) -> int | None:
         """Return the memory for which a descriptor stands; None if it is no proxy of this agent."""
-        return self._memories.get(os.fstat(fd).st_ino)
+        return self._memories.get(_file_of(fd))
 
-    async def _watch(self, ours: socket.socket, inode: int) -> None:
+    async def _watch(self, ours: socket.socket, file: tuple[int, int]) -> None:
         with ours:
             await trio.lowlevel.wait_readable(ours)  # nothing is ever sent: its other end was closed
-        self._drop(self._memories.pop(inode))
+        self._drop(self._memories.pop(file))
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
