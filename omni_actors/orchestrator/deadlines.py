@@ -54,6 +54,7 @@ class Deadlines:
         if (entry := self._entries.pop(request, None)) is not None:
             del self._requests[entry[1]]
 
+    @trio.lowlevel.enable_ki_protection
     async def run(self, expire: Callable[[Request], None]) -> None:
         """Call ``expire`` for each request whose deadline has come, which is then forgotten; until cancelled."""
         while True:

@@ -72,11 +72,10 @@ class InputMover:
 
     def send(self, request: Request) -> None:
         """Send a request's input to each stage that is due. What cannot be sent at once is sent by a task."""
-        if request.input.has_task:
+        if request.input.has_task or self.nursery is None:  # None: the system closes, and the request ends next
             return
         for stage in request.input.due:
             if not self._send_at_once(request, stage):
-                assert self.nursery is not None, "requests are dispatched only while the orchestrator runs"
                 request.input.has_task = True
                 self.nursery.start_soon(self._send_rest, request)
                 return
@@ -176,15 +175,16 @@ class InputMover:
                 await trio.lowlevel.checkpoint()  # the iterator may not wait
                 await self._until_taken(request)
             self._take(request, kind, segments.finish())
-            request.input.end(kind)
-            self.send(request)
+            if not request.lifecycle.ended:
+                request.input.end(kind)
+                self.send(request)
         finally:
             if (close := getattr(iterator, "aclose", None)) is not None:
                 await close()
 
     def _take(self, request: Request, kind: str, piece: Input | None) -> None:
         """Add a piece that has arrived. Raises InvalidRequest, Quarantined."""
-        if piece is None:
+        if piece is None or request.lifecycle.ended:  # a segment may arrive in the turn in which the request ends
             return
         assert request.live_fingerprint is not None, "the input is live"
         size = request.live_fingerprint.add(kind, piece)

@@ -109,11 +109,11 @@ def decide_replay(
     limit: ``limits.replays``.
     """
     survey = _survey(state)
-    computed_again = _computed_again(state, survey, recoverable)
+    again = _starting_again(state, survey, recoverable)
+    computed_again = {name for name in again if state.stages[name].held}
     for name, stage in state.stages.items():
         if stage.held and stage.replay_failure is not None and name in survey.needed - computed_again:
             return Fail(f"stage {name!r}: {stage.replay_failure}")
-    again = _with_lost_sources(state, survey.restarts | computed_again)
     restarts = tuple(name for name in state.stages if name in again)
     if not restarts:
         return Untouched()
@@ -186,33 +186,23 @@ def _survey(state: ReplayState) -> _Survey:
     return survey
 
 
-def _computed_again(state: ReplayState, survey: _Survey, recoverable: Set[str]) -> set[str]:
-    """Return the living stages that start again, because their outputs were evicted and a downstream stage lacks all.
+def _starting_again(state: ReplayState, survey: _Survey, recoverable: Set[str]) -> set[str]:
+    """Return the stages that start again, from the last one up, by the table of the module.
 
-    A downstream stage lacks them if it starts again, or if it did and these could not be sent to it (a failed part).
+    To those in ``survey`` come two kinds. A living stage whose outputs were evicted is computed again if the one stage
+    that it feeds lacks all of them: that starts again, or did and these could not be sent to it (a failed part). And a
+    dead stage that had finished its part is needed once more by a stage that it feeds and that is computed again.
     """
-    found = set[str]()
+    found = set(survey.restarts)
     for name in reversed(state.route.stages):
         stage, consumers = state.stages[name], state.route.targets[name]
-        may = stage.held and stage.recomputable and stage.evicted is not None and name in recoverable
-        if not may or len(consumers) != 1:
-            continue
-        failed = stage.replay_failure is not None and name in survey.needed
-        if failed or consumers[0] in survey.restarts | found:
-            found.add(name)
-    return found
-
-
-def _with_lost_sources(state: ReplayState, again: Set[str]) -> set[str]:
-    """Add the stages whose worker died and that feed one of ``again``, directly or through others that are added.
-
-    Such a stage may have finished its part: a stage that is computed again needs it once more.
-    """
-    found = set(again)
-    for name in reversed(state.route.stages):
-        if name in found:
-            sources = (each for each in state.route.sources[name] if each != CLIENT)
-            found.update(each for each in sources if not state.stages[each].held)
+        if not stage.held:
+            if not found.isdisjoint(consumers):
+                found.add(name)
+        elif stage.recomputable and stage.evicted is not None and name in recoverable and len(consumers) == 1:
+            failed = stage.replay_failure is not None and name in survey.needed
+            if failed or consumers[0] in found:
+                found.add(name)
     return found
 
 

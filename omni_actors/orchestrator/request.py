@@ -60,7 +60,7 @@ class Deaths:
     latest_charged: bool = False
     """Whether the replay after the latest death counts against ``limits.replays``."""
     charged_replays: int = 0
-    """Charged replays since one of them last brought the client a new output."""
+    """Charged replays since the client last got a new output of a stage that had started again, or is fed by one."""
     suspected: int = 0
     """The number of deaths that the request may have caused."""
 
@@ -84,8 +84,9 @@ class Deaths:
     def output_arrived(self, stage: str, upstream: Collection[str], now: float) -> None:
         """Record that a new output of a stage has arrived. upstream: the stages before it. now: CLOCK_MONOTONIC.
 
-        If this stage or one upstream has started again, the replays so far have made progress and do not count any
-        more, unless the request may have caused one of the deaths.
+        If this stage or one upstream has started again, the replays before do not count any more, unless the request
+        may have caused one of the deaths. The output may still come from before the latest death; there are only so
+        many of these.
         """
         restarted = [loss for loss in self.losses if loss.restarted is not None]
         for loss in restarted:

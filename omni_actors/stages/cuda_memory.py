@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from omni_actors.stages.tensors import DeviceBytes, wait
-from ringbuf import CudaRuntime, SendBuffer
+from ringbuf import CudaFailed, CudaRuntime, SendBuffer
 
 HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
 LAZY_PEER_ACCESS, DEVICE_TO_DEVICE = 1, 3
@@ -81,7 +81,11 @@ class CudaMemory:
         address, handle = ctypes.c_void_p(), _Handle()
         with _current(self._device):
             self._runtime.call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(self.block_bytes))
-            self._runtime.call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+            try:
+                self._runtime.call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+            except CudaFailed:
+                self._runtime.call("cudaFree", address)
+                raise
         return CudaBlock(self._runtime, self._device, address.value or 0, bytes(handle))
 
     def open(self, pid: int, handle: bytes, size: int) -> CudaBlock:

@@ -17,6 +17,7 @@ Rules
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -104,26 +105,40 @@ class FreeRanges:
     """The free ranges of ``size`` bytes, in order. None is empty, and no two touch."""
 
     def __init__(self, size: int) -> None:
-        self.free = [(0, size)]
+        self._free = [(0, size)]
+        self._given_back = collections.deque[tuple[int, int]]()
+        """What finalizers have given back, which may run in the middle of any other call, and in any thread."""
+
+    @property
+    def free(self) -> list[tuple[int, int]]:
+        """All of them."""
+        while self._given_back:
+            self._join(*self._given_back.popleft())
+        return self._free
 
     def take(self, nbytes: int) -> Place | None:
         """Take the first free range that has ``nbytes``, rounded up to ``ALIGN``; None: there is none."""
         need = -(-nbytes // ALIGN) * ALIGN
-        for i, (start, stop) in enumerate(self.free):
+        free = self.free
+        for i, (start, stop) in enumerate(free):
             if stop - start >= need:
-                self.free[i : i + 1] = [(start + need, stop)] if stop - start > need else []
+                free[i : i + 1] = [(start + need, stop)] if stop - start > need else []
                 return Place(self, start, start + need)
         return None
 
     def give_back(self, start: int, stop: int) -> None:
-        bisect.insort(self.free, (start, stop))
+        """Make a range free. May be called in any thread, and by finalizers."""
+        self._given_back.append((start, stop))
+
+    def _join(self, start: int, stop: int) -> None:
+        bisect.insort(self._free, (start, stop))
         joined: list[tuple[int, int]] = []
-        for each in self.free:
+        for each in self._free:
             if joined and joined[-1][1] == each[0]:
                 joined[-1] = joined[-1][0], each[1]
             else:
                 joined.append(each)
-        self.free = joined
+        self._free = joined
 
 
 class Arena:
@@ -134,7 +149,7 @@ class Arena:
     """
 
     def __init__(self, load_memory: Callable[[], SharedMemory], warn: Callable[[str], None]) -> None:
-        self._load_memory, self._warn = load_memory, warn
+        self._load_memory, self.warn = load_memory, warn
         self.ranges = FreeRanges(0)
         self._block: Block | None = None
         self._name = ArenaName(0, 0, 0, b"")
@@ -177,7 +192,7 @@ class Arena:
                 self._name, self.ranges = ArenaName(pid, start_of(pid) or 0, size, block.handle), FreeRanges(size)
             except (OSError, RingError, RuntimeError) as error:
                 self._failed = True
-                self._warn(f"tensors of this worker travel as bytes, not by handle: {error}")
+                self.warn(f"tensors of this worker travel as bytes, not by handle: {error}")
         return self._block
 
 
@@ -204,10 +219,13 @@ class SenderArena:
         return copies if start_of(name.pid) == name.started else None
 
     def close(self) -> None:
-        """Close the arena if it was opened."""
+        """Close the arena if it was opened. A failure, as after the sender's death, is written to the log."""
         block, self._block = self._block, None
         if block is not None:
-            block.close()
+            try:
+                block.close()
+            except (OSError, RingError, RuntimeError) as error:
+                self._own.warn(f"the arena of another worker could not be closed: {error}")
 
 
 def _copy(block: Block, size: int, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> Tensor:

@@ -287,6 +287,9 @@ def test_a_stage_that_is_computed_again_needs_its_sources_again_though_they_had_
     state = state_of(ROUTES["three"], phases, complete={("b", "a")}, evicted="b")
     assert decide(state) == Replay(("a", "b", "c"))
     assert decide(state, failed={"a"}) == Unavailable("a")
+    four = plan({"z": Node(("x",)), "a": Node((), "z"), "b": Node((), "a"), "c": Node((), "b", "m")}, ["x"], ["m"])
+    complete = {("a", "z"), ("b", "a")}
+    assert decide(state_of(four, phases, complete=complete, evicted="zb")) == Replay(("z", "a", "b", "c"))
 
 
 def test_the_death_of_a_stage_whose_output_was_received_whole_costs_nothing() -> None:

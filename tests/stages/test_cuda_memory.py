@@ -44,6 +44,9 @@ class Runtime:
         address._obj.value = ctypes.addressof(block)
         self.blocks[ctypes.addressof(block)] = block
 
+    def cudaFree(self, address: ctypes.c_void_p) -> None:
+        del self.blocks[address.value or 0]
+
     def cudaIpcGetMemHandle(self, handle: Any, address: ctypes.c_void_p) -> None:
         ctypes.memmove(handle, (address.value or 0).to_bytes(64, "little"), 64)
 
@@ -104,6 +107,7 @@ def test_a_device_without_memory_or_handles_is_one_line_in_the_log(
     assert [arena.place({"first": on_device(values(1))}) for _ in range(2)] == [{}, {}]
     assert len(warnings) == 1
     assert failing in warnings[0]
+    assert not runtime.blocks, "a block that cannot be exported is freed"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch brings a CUDA runtime")
