@@ -118,7 +118,11 @@ def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
 
 @contextmanager
 def namespaces(count: int) -> Iterator[list[Namespace]]:
-    """Yield namespaces joined by a switch, a bridge in a namespace of its own. Raises as ``two_namespaces``."""
+    """Yield namespaces joined by a switch, a bridge in a namespace of its own. Raises as ``two_namespaces``.
+
+    The caller may live in one of them (``Namespace.entered``): trio's threads of before and after are others.
+    """
+    _wait_for_threads_of_trio()
     nodes = _nodes(count)
     switch = f"{nodes[0].name}-switch"
     with _made(switch, *(node.name for node in nodes)):
@@ -131,6 +135,7 @@ def namespaces(count: int) -> Iterator[list[Namespace]]:
             _run([*in_switch, "set", f"port{n}", "master", "bridge", "up"])
             _configure(node)
         yield nodes
+        _wait_for_threads_of_trio()
 
 
 def _nodes(count: int) -> list[Namespace]:
@@ -308,6 +313,18 @@ class _Flow:
 
 def _run(command: Sequence[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def _wait_for_threads_of_trio() -> None:
+    """Wait until the idle threads that trio keeps for 10 s have ended: each stays in the namespace where it was made.
+
+    Raises TimeoutError: a thread is in use.
+    """
+    deadline = time.monotonic() + 60
+    while any(each.name.startswith("Trio thread") for each in threading.enumerate()):
+        if time.monotonic() > deadline:
+            raise TimeoutError("a thread of trio does not end")
+        time.sleep(0.1)
 
 
 def _set_namespace(fd: int) -> None:
