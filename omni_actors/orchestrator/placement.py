@@ -62,7 +62,7 @@ class Placement:
         return [each for each in self._of_stage[stage] if each.accepts_work]
 
     def _free(self, stage: str) -> list[Replica]:
-        free = [each for each in self._of_stage[stage] if each.accepts_work and each.address not in self._reserved]
+        free = [each for each in self.serving(stage) if each.address not in self._reserved]
         if len(free) > 1:
             free.sort(key=lambda each: each.incarnation.ready_at)
         return free[: self.wanted[stage]]
