@@ -80,7 +80,7 @@ def test_schedules_that_were_violated_once(seed: int) -> None:
 @pytest.mark.slow
 def test_the_system_passes_and_every_fault_was_injected() -> None:
     faults, outcomes, resumed, repeated = set[str](), set[str](), 0, 0
-    for seed in range(150):
+    for seed in range(220):
         result = simulate(seed)
         assert result.tally.found == [], (seed, result.tally.found, *result.log)
         faults |= {fault for fault, _ in result.tally.rows}
