@@ -86,7 +86,7 @@ async def run_agent(settings: AgentSettings) -> None:
     """
     sys.path += [each for each in settings.import_path if each not in sys.path]  # workers get what is in it
     timer = KillTimer()
-    timer.kill_at(now() + HANDSHAKE_S + settings.lease_s)
+    timer.kill_at(now() + 2 * HANDSHAKE_S + settings.lease_s)  # to connect, and to shake hands
     try:
         stream = await _connect(settings)
         host = settings.host or stream.socket.getsockname()[0]

@@ -32,13 +32,17 @@ def why_no_namespaces() -> str | None:
     """Return why network namespaces cannot be made here; None if they can."""
     if os.geteuid():
         return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "network namespaces need the tool `ip` (iproute2)"
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "network namespaces need the tools `ip` and `tc` (iproute2)"
+    if not os.path.exists("/dev/net/tun"):
+        return "lines that delay need /dev/net/tun"
     try:
         with two_namespaces():
             return None
     except subprocess.CalledProcessError as error:
         return f"network namespaces cannot be made here: {error.stderr.strip()}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"network namespaces cannot be made here: {error}"
 
 
 class Namespace:
