@@ -62,6 +62,7 @@ class SimulatedCluster:
         rates: Sequence[float],
     ) -> None:
         self.network, self.placements = network, Placements(pipeline, nodes)
+        self._colocate = pipeline.cluster.colocate if pipeline.cluster is not None else ()
         self._behavior, self._note, self._explain, self._violated = behavior, note, explain, violated
         self._nodes = {node.name: node for node in nodes}
         self._rates = {node.name: rate for node, rate in zip(nodes, rates, strict=True)}
@@ -192,9 +193,15 @@ class SimulatedCluster:
         for other, where in self._running.items():
             if other.address == process.address and other.alive:
                 self._violated(f"{process} starts on {node} while {other} runs on {where}")
+            if other.alive and where != node and self._are_colocated(process.address, other.address):
+                self._violated(f"{process} starts on {node} while {other}, its colocated worker, runs on {where}")
         self._running[process] = node
         self._started.add(process)
         self.nursery.start_soon(self._run_process, process, agent)
+
+    def _are_colocated(self, one: Address, other: Address) -> bool:
+        groups = self._colocate if one.replica == other.replica else ()
+        return any(one.stage in group and other.stage in group for group in groups)
 
     async def _run_process(self, process: SimulatedWorker, agent: SimulatedAgent | None) -> None:
         await process.run()
