@@ -4,7 +4,7 @@ Rules
 1. The system has one certificate and one key, as it has one secret. The parent makes them, keeps them in memory, and
    gives them to the agents together with the secret.
 2. Both sides of a connection present the certificate, and accept no other one: it is the only authority they know, and
-   may sign nothing. Whoever has the key belongs to the system, so names are not checked.
+   may sign nothing. A process that has the key belongs to the system: names are not checked.
 3. The handshake with the secret follows inside of TLS (``handshake``). A stranger has the time of one for both.
 """
 

@@ -1,4 +1,4 @@
-"""Nodes with TLS: who has the system's certificate is let in, and nobody else, in bounded time and number."""
+"""Nodes with TLS: a peer with the system's certificate is let in and no other one, in bounded time and number."""
 
 from __future__ import annotations
 
