@@ -21,6 +21,16 @@ WATCHDOG_S = 60.0
 EXIT_S = 10.0
 _KEY_CODES = {"Escape": 27, "Enter": 13, " ": 32}
 """The codes of the keys that do something by default. Without them, the browser does not do it."""
+_NAVIGATED = (
+    "Inspected target navigated or closed",
+    "Execution context was destroyed.",
+    "Cannot find default execution context",
+)
+"""How the browser refuses to evaluate in a page that is leaving for another URL."""
+
+
+class PageNavigated(Exception):
+    """The page left for another URL before an expression had its value."""
 
 
 class Page:
@@ -50,6 +60,8 @@ class Page:
         while True:
             received = self._receive()
             if received.get("id") == self._count:
+                if received.get("error", {}).get("message") in _NAVIGATED:
+                    raise PageNavigated(method)
                 assert "error" not in received, (method, received["error"])
                 result: dict[str, Any] = received["result"]
                 return result
@@ -102,12 +114,20 @@ class Page:
         return result["result"].get("value")
 
     def wait(self, expression: str, timeout_s: float = WATCHDOG_S) -> Any:
-        """Poll until an expression is truthy in JavaScript, and return its value. Fails after ``timeout_s``."""
+        """Poll until an expression is truthy in JavaScript, and return its value. Fails after ``timeout_s``.
+
+        The page may leave for another URL meanwhile.
+        """
         give_up = time.monotonic() + timeout_s
-        while (value := self.evaluate(expression)) in (None, False, 0, ""):  # an element is {}
+        while True:
+            try:
+                value = self.evaluate(expression)
+            except PageNavigated:
+                value = None
+            if value not in (None, False, 0, ""):  # an element is {}
+                return value
             assert time.monotonic() < give_up, f"waited {timeout_s:.0f} s for {expression}; errors: {self.errors}"
             time.sleep(0.02)
-        return value
 
     def click(self, selector: str) -> None:
         """Click the middle of an element with the mouse."""

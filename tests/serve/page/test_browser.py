@@ -188,6 +188,14 @@ def test_the_page_shows_one_of_several_pipelines_and_changes_to_another(start: S
         assert page.errors == []
 
 
+def test_waiting_for_the_page_goes_on_when_the_page_navigates(lively: Server) -> None:
+    with open_page() as page:
+        page.open(lively.url)
+        page.evaluate("void setTimeout(() => { location.search = '?again'; })")
+        # Asked before the page navigates, this has no value: the browser refuses it when the page leaves.
+        page.wait("location.search === '?again' || new Promise(() => {})")
+
+
 def test_a_stopped_answer_is_aborted_in_the_server(lively: Server) -> None:
     before = lively.aborted()
     with open_page() as page:
