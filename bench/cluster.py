@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import tempfile
 import time
@@ -210,6 +211,7 @@ def main(kinds: Sequence[str], rounds: int, json_file: Path | None, markdown_fil
     """Measure pipelines on one machine beside two and three network namespaces, on lines with delays and limits."""
     if (why := why_no_namespaces()) is not None:
         raise click.ClickException(why)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # no namespace is left then either
     if not (grouped := CPU_GROUPS.is_dir()):
         print("no control groups (version 1): on a busy machine, layouts with more agents get more of the CPUs")
     found: list[Round] = []

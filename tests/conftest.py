@@ -190,6 +190,15 @@ def _world(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def needs_namespaces() -> None:
+    """Skip a test that needs network namespaces where they cannot be made."""
+    from tests.support.network import why_no_namespaces
+
+    if (why := why_no_namespaces()) is not None:
+        pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
 def fixture_processes() -> set[int]:
     """Pids that a fixture wider than a test has started during a test, such as restarted workers."""
     return set()

@@ -145,7 +145,8 @@ def address_of_head(log: Path) -> str:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-def test_the_commands_of_both_containers_serve_a_pipeline_and_drain(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["SIGTERM", "the death of Ray's control store"])
+def test_the_commands_of_both_containers_serve_a_pipeline_and_drain(end: str, tmp_path: Path) -> None:
     """What KubeRay generates is in the environment. The echo pipeline and free ports take the place of the file's."""
     gcs, http = free_port(), free_port()
     directory = mkdtemp(prefix="k-", dir="/tmp")  # Ray's sockets need a short path
@@ -199,11 +200,14 @@ def test_the_commands_of_both_containers_serve_a_pipeline_and_drain(tmp_path: Pa
             assert answers("/page/icon.svg"), "the probes have no key"
             health = client.get("/health", headers={"authorization": "Bearer secret"}).json()
             assert set(health["nodes"]) == {each[0]["node"] for each in health["stages"].values()}
-            raylets = [each for each in psutil.Process(on_head.pid).children(recursive=True) if each.name() == "raylet"]
-            assert raylets
-            assert "OMNI_ACTORS_API_KEY" not in raylets[0].environ()
-            subprocess.run(container(GROUP)["livenessProbe"]["exec"]["command"], check=True)
-            on_head.send_signal(signal.SIGTERM)
+            parts = {each.name(): each for each in psutil.Process(on_head.pid).children(recursive=True)}
+            assert "OMNI_ACTORS_API_KEY" not in parts["raylet"].environ()
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                subprocess.run(container(GROUP)[probe]["exec"]["command"], check=True)
+            if end == "SIGTERM":
+                on_head.send_signal(signal.SIGTERM)
+            else:
+                parts["gcs_server"].kill()
             assert on_head.wait(WATCHDOG_S) == 0
     finally:
         shutil.rmtree(directory)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -113,6 +114,7 @@ def main(rounds: int, seconds: float, json_file: Path | None, without_ray: bool)
     """Measure a link between two network namespaces beside other transports."""
     if (why := why_no_namespaces()) is not None:
         raise click.ClickException(why)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # no namespace is left then either
     load = os.getloadavg()
     with ExitStack() as stack:
         nodes = stack.enter_context(two_namespaces())

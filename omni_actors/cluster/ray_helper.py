@@ -97,7 +97,7 @@ class Helper:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         try:
             ray.init(
-                address=None if local else address,
+                address=address,  # "local" starts one, whatever the environment says
                 namespace=NAMESPACE,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

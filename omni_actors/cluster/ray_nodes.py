@@ -13,6 +13,8 @@ Rules
 from __future__ import annotations
 
 import itertools
+import os
+import secrets
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +25,18 @@ import msgspec
 import trio
 
 from omni_actors.cluster.agent import AgentSettings
-from omni_actors.cluster.ray_messages import Ended, Failed, News, Obeyed, Order, RayNode, StartAgent, Started, StopAgent
+from omni_actors.cluster.ray_messages import (
+    LOCAL,
+    Ended,
+    Failed,
+    News,
+    Obeyed,
+    Order,
+    RayNode,
+    StartAgent,
+    Started,
+    StopAgent,
+)
 from omni_actors.errors import ClusterUnavailable
 
 HELPER_S: Final = 90.0
@@ -83,9 +96,12 @@ class RayAgents:
         async with self._starting:
             if self._process is not None:
                 return
-            command = [sys.executable, "-m", "omni_actors.cluster.ray_helper", self._address]
             process = await trio.lowlevel.open_process(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+                [sys.executable, "-m", "omni_actors.cluster.ray_helper", self._address],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=os.environ | (_secret_of_local_ray() if self._address == LOCAL else {}),
             )
             with trio.move_on_after(HELPER_S):
                 first = await self._nursery.start(self._follow, process)
@@ -142,6 +158,11 @@ class RayAgents:
         for send in self._ends.values():
             send.close()
         self._ends.clear()
+
+
+def _secret_of_local_ray() -> dict[str, str]:
+    """Return environment variables with a new secret. Without them Ray may keep one in the home directory."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 async def _news(process: trio.Process) -> AsyncIterator[News]:

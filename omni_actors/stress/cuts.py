@@ -3,7 +3,8 @@
 Rules
 1. A descriptor of the victim's socket is copied here, shut down in both directions, and closed. Both sides then see
    that the connection has ended.
-2. It needs the right to trace the victim (ptrace(2)), which a process has for its children, and root for all.
+2. It needs the right to trace the victim (ptrace(2)), which a process has for its children, and root for all. Where
+   system calls are filtered, as Docker does by default, nothing can be cut.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Final, NamedTuple
 PIDFD_GETFD: Final = 438
 """The number of the system call on x86-64."""
 _ESTABLISHED, _LISTENING = 1, 10
+_NO_FD: Final = 2**31 - 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,6 +39,21 @@ def accepted(pid: int) -> Callable[[Connection], bool]:
     return lambda connection: connection.local_port in ports
 
 
+def why_not(pid: int) -> str | None:
+    """Return why this process cannot cut connections of another one (rule 2); None: it can.
+
+    Raises ProcessLookupError.
+    """
+    pidfd = os.pidfd_open(pid)
+    try:
+        _copied(pidfd, _NO_FD)  # the right is checked before the descriptor
+    except OSError as error:
+        return f"pidfd_getfd: {error.strerror}"
+    finally:
+        os.close(pidfd)
+    return None
+
+
 def cut(pid: int, is_wanted: Callable[[Connection], bool]) -> int:
     """Cut the connections of a process that are wanted, and return how many those were.
 
@@ -51,14 +68,21 @@ def cut(pid: int, is_wanted: Callable[[Connection], bool]) -> int:
 
 
 def _cut(pidfd: int, fd: int) -> bool:
-    copy = _libc.syscall(PIDFD_GETFD, pidfd, fd, 0)
-    if copy < 0:
-        if (number := ctypes.get_errno()) == errno.EBADF:  # closed since
-            return False
-        raise OSError(number, os.strerror(number))
+    if (copy := _copied(pidfd, fd)) is None:  # closed since
+        return False
     with socket.socket(fileno=copy) as connection, suppress(OSError):  # it has ended since
         connection.shutdown(socket.SHUT_RDWR)
     return True
+
+
+def _copied(pidfd: int, fd: int) -> int | None:
+    """Copy a process's descriptor; None: it has no such descriptor. Raises OSError."""
+    copy: int = _libc.syscall(PIDFD_GETFD, pidfd, fd, 0)
+    if copy < 0:
+        if (number := ctypes.get_errno()) == errno.EBADF:
+            return None
+        raise OSError(number, os.strerror(number))
+    return copy
 
 
 def _connections(pid: int) -> Iterator[Connection]:

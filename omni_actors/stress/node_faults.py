@@ -4,13 +4,15 @@ Rules
 1. Losing an agent costs all workers of its node, and nothing else: each is a fault of its own, of its stage.
 2. A fault of an agent explains, for ``EXPLAINED_S``, the ends of workers for which the runtime names its node, and
    starts of workers that came to nothing. A cut of links into a node explains the ends for which it names a link.
-3. Without nodes, nothing happens (``schedule``, rule 2).
+3. Without nodes, nothing happens (``schedule``, rule 2). Nor does a cut where cuts are not allowed (``cuts``, rule 2):
+   a warning says so.
 """
 
 from __future__ import annotations
 
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -88,6 +90,8 @@ class NodeFaults(Generic[Injection]):
             return
         _, port = self._cluster.address
         with suppress(ProcessLookupError):
+            if _warned_of(cuts.why_not(agent.pid)):
+                return
             lost = self._lose("control connection cut", agent)
             cuts.cut(agent.pid, lambda each: each.remote_port == port)
             for injection in lost:
@@ -98,6 +102,8 @@ class NodeFaults(Generic[Injection]):
         if (agent := self._agent(node)) is None:
             return
         with suppress(ProcessLookupError):
+            if _warned_of(cuts.why_not(agent.pid)):
+                return
             serving = [(stage, pid) for stage, pid, state in self._workers(agent) if state == "ready"]
             now = time.monotonic()
             self.explanations.append(Explanation((CUT,), now, now + LINKS_EXPLAINED_S))
@@ -145,6 +151,12 @@ class NodeFaults(Generic[Injection]):
         if not workers:
             self._inject(fault, "", None)
         return [self._inject(fault, stage, pid) for stage, pid, _ in workers]
+
+
+def _warned_of(why: str | None) -> bool:
+    if why is not None:
+        warnings.warn(f"connections are not cut here: {why}", RuntimeWarning, stacklevel=2)
+    return why is not None
 
 
 def parent_of(pid: int) -> int | None:

@@ -12,7 +12,6 @@ import pytest
 from bench.link.__main__ import cell, ring_trips, targets
 from bench.link.measure import ECHO_SIZES, STREAM_SIZES, Figures
 from bench.link.transports import Bare, Link, RingAlone
-from tests.support.network import why_no_namespaces
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +44,7 @@ def test_a_round_trip_is_compared_with_its_parts_and_what_is_missing_is_a_dash()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(why_no_namespaces() is not None, reason=str(why_no_namespaces()))
+@pytest.mark.usefixtures("needs_namespaces")
 def test_a_short_run_measures_every_transport(tmp_path: Path) -> None:
     written = tmp_path / "figures.json"
     command = [sys.executable, "-m", "bench.link", "--rounds", "1", "--seconds", "0.02", "--without-ray"]

@@ -1,13 +1,17 @@
 """A Ray cluster on this machine, in a process of its own: a head, and nodes that share the machine.
 
-Rule: the process says in a line of JSON where the head is and which processes there are, and ends with its stdin. So
-the tests' own process does not load Ray.
+Rules
+1. The process says in a line of JSON where the head is and which processes there are, and ends with its stdin. So the
+   tests' own process does not load Ray.
+2. All Rays of a test process have one secret, which is in its environment while one runs. So Ray reads and writes no
+   file in the home directory, and no other Ray of the machine is used.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,10 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import pytest
 
 STORE_BYTES = 80 << 20
 END_S = 20.0
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+SECRET = secrets.token_hex(32)
 
 
 class RayCluster(NamedTuple):
@@ -35,16 +41,32 @@ class RayCluster(NamedTuple):
 
 
 @contextmanager
+def secret_of_ray() -> Iterator[None]:
+    """Rule 2, for the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", SECRET)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+
+
+@contextmanager
 def ray_cluster(*nodes: str) -> Iterator[RayCluster]:
     """Run a Ray cluster with nodes of these names beside its head, "head".
 
     "g:3:1" is a node "g" that claims to have three CUDA devices, one of which another job holds.
     """
     command = [sys.executable, str(Path(__file__)), *nodes]
-    environment = {**os.environ, **ENVIRONMENT}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-    ) as process:
+    with (
+        secret_of_ray(),
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **ENVIRONMENT},
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             yield RayCluster(**json.loads(process.stdout.readline()))

@@ -1,8 +1,7 @@
 """A Ray cluster whose nodes are network namespaces, with a driver in one of them.
 
 Rules
-1. Each node is a `ray start --block` in its namespace, with a directory of its own. It ends all of its node's processes
-   when one of them has ended.
+1. Each node is a `ray start --block` in its namespace. It ends all of its node's processes when one of them has ended.
 2. A node is ended by ending the processes that it has started, never with `ray stop`, which would end every Ray of the
    machine.
 """
@@ -10,7 +9,6 @@ Rules
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -20,9 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-import pytest
 
-from tests.cluster.ray_cluster import ENVIRONMENT, STORE_BYTES
+from tests.cluster.ray_cluster import ENVIRONMENT, STORE_BYTES, secret_of_ray
 from tests.support.network import Namespace
 
 PORT = 6397
@@ -136,13 +133,11 @@ def _is_ours(pid: int) -> bool:
 
 @contextmanager
 def ray_on(nodes: Sequence[Namespace]) -> Iterator[RayNodes]:
-    """Run a Ray with a node in each namespace. Its secret is in this process's environment, for the block."""
+    """Run a Ray with a node in each namespace."""
     with (
         tempfile.TemporaryDirectory(prefix="omni-ray-", ignore_cleanup_errors=True) as folder,
-        pytest.MonkeyPatch.context() as patch,
+        secret_of_ray(),
     ):
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         cluster = RayNodes(nodes, Path(folder))
         try:
             for name in cluster.nodes:

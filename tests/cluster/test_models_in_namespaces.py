@@ -23,7 +23,7 @@ from omni_actors.stages import assets
 from tests.cluster.ray_namespaces import RayNodes, ray_on
 from tests.support.closeness import assert_same_sound
 from tests.support.echo_systems import pid_of
-from tests.support.network import namespaces, why_no_namespaces
+from tests.support.network import namespaces
 from tests.support.slow_lines import slow_lines
 from tests.support.spoken_answers import SPOKEN, STORY, read, sound_of, text_of
 from tests.support.worker_environment import clear_choices
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(why_no_namespaces() is not None, reason=str(why_no_namespaces())),
+    pytest.mark.usefixtures("needs_namespaces"),
 ]
 WATCHDOG_S = 120.0
 OMNI = {

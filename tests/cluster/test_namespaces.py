@@ -10,10 +10,10 @@ import pytest
 
 from omni_actors.cluster.pump import Pump
 from tests.cluster.linked_rings import SECRET, WATCHDOG_S, LinkedRings, Losses
-from tests.support.network import Namespace, namespaces, two_namespaces, why_no_namespaces
+from tests.support.network import Namespace, namespaces, two_namespaces
 from tests.support.slow_lines import slow_lines
 
-pytestmark = pytest.mark.skipif(why_no_namespaces() is not None, reason=str(why_no_namespaces()))
+pytestmark = pytest.mark.usefixtures("needs_namespaces")
 
 
 @pytest.fixture(scope="module")

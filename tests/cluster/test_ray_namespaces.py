@@ -33,13 +33,13 @@ from tests.cluster.long_answers import (
 from tests.cluster.ray_namespaces import GCS, RAYLET, RayNodes, ray_on
 from tests.cluster.subprocess_cluster import FixedPlaces
 from tests.support.echo_systems import generation_of, pid_of, read, wait_restarted
-from tests.support.network import namespaces, why_no_namespaces
+from tests.support.network import namespaces
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(why_no_namespaces() is not None, reason=str(why_no_namespaces())),
+    pytest.mark.usefixtures("needs_namespaces"),
 ]
 SHORT_LEASE_S = 4.0
 PLACES: dict[str, str | Sequence[str]] = {"first": ("n1", "n2"), "second": ("n2", "n1")}

@@ -1,7 +1,8 @@
 """Networks for tests of nodes: network namespaces that are joined, and a forwarder that delays or stops bytes.
 
-Rule 1: namespaces need root and the tools of iproute2. ``why_no_namespaces`` says what is missing; a test is skipped
-with that reason, and another one with the forwarder covers the code on every machine.
+Rule 1: namespaces need root and the tools of iproute2. ``why_no_namespaces`` says what is missing; a test with
+the fixture ``needs_namespaces`` is skipped with that reason, and another one with the forwarder covers the code on
+every machine.
 Rule 2: leaving the block removes the namespaces, and with them all that joins them.
 """
 

@@ -70,8 +70,8 @@ class WorldSpawner:
 @contextmanager
 def in_world(name: str) -> Iterator[None]:
     """Let the systems that are opened within the block start their workers in a world other than "local"."""
-    before = dict(os.environ)
     with ray_cluster("n1", "n2") if name == "ray" else nullcontext() as started, pytest.MonkeyPatch.context() as patch:
+        before = dict(os.environ)
         where = AGENTS if started is None else started.address
         patch.setattr(omni_system, "_spawner", _spawner_of(where, before))
         yield
