@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 from prometheus_client.parser import text_string_to_metric_families
 
+from omni_actors import OmniSystem, config
+from omni_actors.serve.pipelines import Pipelines
 from omni_actors.stages.echo.engine import EchoEngine
+from tests.cluster.subprocess_cluster import open_on_nodes
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
@@ -53,6 +57,7 @@ def exposed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """The labels of each sample after requests in text and speech, one of which survived the death of a worker.
 
     The server has two pipelines. With one, the label ``pipeline`` is missing, and the dashboard's selectors match that.
+    It has no nodes: what a server adds for those comes from systems in this process.
     """
     twin = tmp_path_factory.mktemp("twin") / "twin.yaml"
     twin.write_text(TWIN)
@@ -64,10 +69,21 @@ def exposed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         _kill_the_mind_of(server, lambda: thread.submit(client.chat.completions.create, **question))
         until(lambda: "omni_prefix_cache_bytes" in server.http.get("/metrics").text, "the figures of the engine")
         found: defaultdict[str, set[str]] = defaultdict(set)
-        for family in text_string_to_metric_families(server.http.get("/metrics").text):
-            for sample in family.samples:
-                found[sample.name] |= sample.labels.keys()
+        for text in (server.http.get("/metrics").text, trio.run(_exposed_on_nodes)):
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    found[sample.name] |= sample.labels.keys()
         yield dict(found)
+
+
+async def _exposed_on_nodes() -> str:
+    """The metrics of two pipelines, one of which has a node of its own."""
+    pipeline = config.load("echo")
+    async with (
+        open_on_nodes(pipeline, {"first": "a", "second": "parent"}) as cluster,
+        OmniSystem.open("echo", overrides={"name": "other"}) as other,
+    ):
+        return Pipelines([cluster.omni, other]).exposition().decode()
 
 
 def _kill_the_mind_of(server: Server, ask: Any) -> None:
