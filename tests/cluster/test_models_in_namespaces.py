@@ -5,8 +5,6 @@ Tokens are compared by the rules of ``clear_choices``, which each stage's enviro
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -119,13 +117,15 @@ async def test_qwen3_omni_answers_as_on_one_machine(ray: RayNodes, omni_pipeline
         killed = psutil.Process(pid_of(omni, "talker"))
         if layout == "three nodes":
             killed = psutil.Process(killed.ppid())  # the agent
-        assert_same_answer(await tell(omni, lambda: os.kill(killed.pid, signal.SIGKILL)), expected)
+        assert_same_answer(await tell(omni, killed.kill), expected)
 
 
-async def hear(omni: OmniSystem, **question: Any) -> list[Output]:
+async def hear(
+    omni: OmniSystem, question: Mapping[str, Any], on_audio: Callable[[], None] = lambda: None
+) -> list[Output]:
     modalities = ("transcript", "text", "audio") if "multi_modal_data" in question else ("text", "audio")
     with trio.fail_after(WATCHDOG_S):
-        return await read(omni.generate(modalities=modalities, max_tokens=24, seed=3, **question))
+        return await read(omni.generate(modalities=modalities, max_tokens=24, seed=3, **question), on_audio)
 
 
 @pytest.mark.voice
@@ -136,10 +136,15 @@ async def test_voice_answers_as_on_one_machine(ray: RayNodes, voice_pipeline: Pi
     async with OmniSystem.open(voice_pipeline) as omni:
         question = await read(omni.generate(script=SPOKEN_QUESTION, modalities=("audio",), seed=0))
         spoken["multi_modal_data"] = {"audio": AudioChunk(sound_of(question), 24_000)}
-        expected = [await hear(omni, **question) for question in questions]
+        expected = [await hear(omni, question) for question in questions]
     assert "sky" in text_of(expected[1])
     async with on_nodes(ray, voice_pipeline, VOICE[layout]) as omni:
         for question, answer in zip(questions, expected, strict=True):
-            assert_same_answer(await hear(omni, **question), answer)
+            assert_same_answer(await hear(omni, question), answer)
         with slow_lines(list(ray.nodes.values()), 0.01, 100_000_000):
-            assert_same_answer(await hear(omni, **questions[1]), expected[1])
+            assert_same_answer(await hear(omni, spoken), expected[1])
+        for stage in ("llm", "acoustic", "vocoder"):
+            killed = psutil.Process(pid_of(omni, stage))
+            if layout == "three nodes":
+                killed = psutil.Process(killed.ppid())  # the agent
+            assert_same_answer(await hear(omni, spoken, killed.kill), expected[1])
