@@ -17,6 +17,9 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 SAMPLES = 128_000
 """8 seconds at 16 kHz."""
 _RATE, _FFT, _HOP, _MELS = 16_000, 400, 160, 80
+_AT_A_TIME = 8
+"""How many frames are multiplied by the filters at a time: so few that OpenBLAS does it in the calling thread. A larger
+product would wake its other threads, each of which then waits actively for more, for 15 to 25 ms."""
 
 
 def log_mel(sound: Floats) -> Floats:
@@ -25,7 +28,8 @@ def log_mel(sound: Floats) -> Floats:
     frames = sliding_window_view(np.pad(normal, _FFT // 2, mode="reflect"), _FFT)[:-1:_HOP]
     window, filters = _tables()
     power = np.abs(np.fft.rfft(frames * window)) ** 2
-    features = np.log10(np.maximum(power @ filters, 1e-10)).T
+    mels = np.concatenate([frames @ filters for frames in np.split(power, len(power) // _AT_A_TIME)])
+    features = np.log10(np.maximum(mels, 1e-10)).T
     features = np.maximum(features, features.max() - 8)
     return np.ascontiguousarray((features + 4) / 4, np.float32)
 
