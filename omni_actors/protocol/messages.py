@@ -92,6 +92,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Set: the engine gets the input of a request whole. None: chunk by chunk, as it arrives."""
     spins: bool = True
     """Whether idle native threads may wait by spinning, as their library has it. If not, they sleep at once."""
+    shares_cores: bool = False
+    """Whether a worker that loads behind another one of its stage leaves the cores to those that serve."""
 
 
 class _Control(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -109,6 +111,8 @@ class Configure(_Control, frozen=True):
     """The newest request number: the worker drops chunks of requests up to this number that it did not start."""
     desired: tuple[Desired, ...] = ()
     """The desired state of its stage. The worker establishes it, in this order, before it is ready."""
+    behind: bool = False
+    """Whether another worker serves the stage while this one loads."""
 
 
 class Connect(_Control, frozen=True):

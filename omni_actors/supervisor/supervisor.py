@@ -272,8 +272,9 @@ class Supervisor:
 
     async def _serve(self, replica: Replica, worker: Worker) -> None:
         """Configure and connect a worker, and deliver its messages and outputs until it dies."""
-        desired = self.desired.of(replica.address.stage)
-        worker.mailbox.post(messages.Configure(replica.spec, self._listener.newest_request(), desired))
+        fence, desired = self._listener.newest_request(), self.desired.of(replica.address.stage)
+        behind = any(each.state is ReplicaState.READY for each in self._of_stage(replica))
+        worker.mailbox.post(messages.Configure(replica.spec, fence, desired, behind))
         try:
             output = self._edges.connect_worker(replica.spec, replica.post, replica.kill)
         except OSError as error:
@@ -370,13 +371,15 @@ class Supervisor:
             self._plan_restart(replica, now, counts=counts)
         self.changes.unpark_all()
         requests = self._listener.on_worker_lost(replica.address, replica.generation, exit)
-        stage = [each for each in self.replicas.values() if each.address.stage == replica.address.stage]
-        if any(each.state is not ReplicaState.FAILED or each.load_s is not None for each in stage):
+        if any(each.state is not ReplicaState.FAILED or each.load_s is not None for each in self._of_stage(replica)):
             worker_log.died(replica, exit, requests, why)  # else the caller of ``OmniSystem.open`` reports it
         if why is not None:
             replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
             replica.failure.__cause__ = incarnation.start_error
             self._listener.on_stage_failed(replica.failure)
+
+    def _of_stage(self, replica: Replica) -> list[Replica]:
+        return [each for each in self.replicas.values() if each.address.stage == replica.address.stage]
 
     def _plan_restart(self, replica: Replica, now: float, *, counts: bool) -> None:
         """Set the delay of a restart, and stop giving work to the replicas that are restarted with this one."""

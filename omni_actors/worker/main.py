@@ -22,12 +22,14 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
 from omni_actors.platform import death_mutex
 from omni_actors.protocol import messages
 from omni_actors.stages.base import StageContext, StageEngine, WarmsUp
+from omni_actors.worker import priority
 from omni_actors.worker.arena import Arena
 from omni_actors.worker.control import ControlSocket
 from omni_actors.worker.device_locks import InheritedLocks
@@ -119,9 +121,11 @@ def _serve(control: ControlSocket, locks: InheritedLocks) -> None:
         arena=_arena(spec, control),
     )
     began = time.monotonic()
+    os.nice(spec.nice)  # on Linux: for this thread and those that it starts
     try:
-        engine = _load(spec, control)
-        loop.calls.establish(engine, configure.desired)
+        with priority.lowered() if configure.behind and spec.shares_cores else nullcontext():
+            engine = _load(spec, control)
+            loop.calls.establish(engine, configure.desired)
     except Exception as error:
         control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
         raise
@@ -145,7 +149,6 @@ def _arena(spec: messages.WorkerSpec, control: ControlSocket) -> Arena | None:
 
 def _load(spec: messages.WorkerSpec, control: ControlSocket) -> StageEngine:
     """Build the engine and warm it up, so that no request pays for either."""
-    os.nice(spec.nice)  # on Linux: for this thread and those that it starts
     prepare_libraries(spec.threads, spins=spec.spins)
     gc.disable()  # loading makes a million objects, none of them garbage, that each collection would traverse
     context = StageContext(

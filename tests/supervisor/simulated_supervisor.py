@@ -47,6 +47,8 @@ class SimulatedWorker:
         self.mailbox = self
         self.fault = self.node = None
         self.load_s, self.turn_s, self.wedged = 0.0, 0.0, False
+        self.behind: bool | None = None
+        """Whether it was told to load behind another worker of its stage."""
         self._exit: WorkerExit | None = None
         self._dead = trio.Event()
 
@@ -57,6 +59,7 @@ class SimulatedWorker:
     def post(self, message: ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
         match message:
             case Configure():
+                self.behind = message.behind
                 self._nursery.start_soon(self._later, self.load_s, Ready(self.load_s))
             case Ping(number):
                 self._nursery.start_soon(self._later, self.turn_s, Pong(number))

@@ -6,6 +6,8 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -28,12 +30,13 @@ from omni_actors.protocol.messages import (
     WorkerSpec,
 )
 from omni_actors.supervisor.process import LocalSpawner, SpawnFailed
+from omni_actors.worker.priority import LOADING_NICE, may_raise_to
 from tests.support.open_descriptors import open_descriptors
 
 HERE = Address("here", 0)
 WATCHDOG_S = 60.0
 ENGINES = """
-    import json, os, psutil, signal, subprocess, sys
+    import json, os, psutil, signal, subprocess, sys, threading
     from omni_actors.stages.echo.engine import EchoEngine
 
     def reports(context):
@@ -59,6 +62,13 @@ ENGINES = """
 
         def warm_up(self):
             self._report("every kernel ran once")
+
+    def keeps_a_thread(context):
+        global thread
+        thread = threading.Thread(target=threading.Event().wait, name="kept", daemon=True)
+        thread.start()
+        context.report(json.dumps([os.getpriority(os.PRIO_PROCESS, each) for each in (0, thread.native_id)]))
+        return EchoEngine(context)
 
     def leaves_a_child(context):
         child = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL)
@@ -115,6 +125,42 @@ async def test_a_worker_loads_serves_and_stops() -> None:
                 assert grown < 100e6, "the 200 MB that loading freed went back to the kernel"
             worker.mailbox.post(Stop())
             assert await worker.wait_dead() == WorkerExit(worker.pid, None, 0, ())
+
+
+@pytest.mark.parametrize(("behind", "shares_cores"), [(True, True), (False, True), (True, False)])
+async def test_a_worker_that_loads_behind_another_one_has_a_low_priority_until_it_is_ready(
+    behind: bool, shares_cores: bool
+) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    spec = WorkerSpec(address=HERE, factory="process_engines:keeps_a_thread", shares_cores=shares_cores)
+    loads_with = max(own, LOADING_NICE) if behind and shares_cores and may_raise_to(own) else own
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            worker.mailbox.post(Configure(spec, fence=0, behind=behind))
+            loading, _ = await worker.mailbox.incoming.receive()
+            assert isinstance(loading, Loading)
+            assert json.loads(loading.note) == [loads_with, loads_with]
+            while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
+                pass
+            assert {os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir(f"/proc/{worker.pid}/task")} == {
+                own
+            }
+            worker.mailbox.post(Stop())
+            await worker.wait_dead()
+
+
+def test_the_priority_is_kept_where_it_could_not_be_raised_again() -> None:
+    """As any user but root, who may not raise it."""
+    code = (
+        "import os, resource\n"
+        "from omni_actors.worker import priority\n"
+        "resource.setrlimit(resource.RLIMIT_NICE, (0, 0))\n"
+        "if os.geteuid() == 0: os.setuid(65534)\n"
+        "before = os.getpriority(os.PRIO_PROCESS, 0)\n"
+        "with priority.lowered():\n"
+        "    assert os.getpriority(os.PRIO_PROCESS, 0) == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 async def test_a_worker_ignores_the_signals_that_end_a_whole_service() -> None:

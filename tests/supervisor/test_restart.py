@@ -78,6 +78,23 @@ async def test_one_for_all_restarts_the_other_replicas_too_and_rest_for_one_does
             assert system.generations() == {"a.0": generation, "a.1": 2, "b.0": 2, "b.1": 2}
 
 
+async def test_a_worker_loads_behind_another_one_of_its_stage_that_serves(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    system = SimulatedSystem({"a": (), "b": ("a",)}, replicas=2)
+    async with system.running():
+        assert [worker.behind for worker in system.living.values()] == [False] * 4
+        for replica in (0, 1):
+            system.worker("a", replica).die(exit_code=1)
+        await trio.testing.wait_all_tasks_blocked()
+        await system.settle()
+        assert {system.worker("a", replica).behind for replica in (0, 1)} == {False, True}, "the first one is alone"
+        system.worker("a", 1).die(exit_code=1)
+        await trio.testing.wait_all_tasks_blocked()
+        await system.settle()
+        assert system.worker("a", 1).behind
+
+
 async def test_a_restart_caused_by_another_death_does_not_count(autojump_clock: trio.testing.MockClock) -> None:
     system = SimulatedSystem(
         {"a": (), "b": ("a",)},

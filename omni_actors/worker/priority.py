@@ -1,0 +1,63 @@
+"""The priority of a worker's threads while it loads behind another worker of its stage.
+
+Rules
+1. Loading takes seconds of CPU time. Where workers share the cores, a worker that replaces a standby, or is a further
+   replica, would take them from the requests that are being served. So it loads with ``LOADING_NICE``.
+2. On Linux each thread has a priority of its own, and gives it to the threads that it starts. Engines keep threads
+   from loading, so these get the priority of before at the end.
+3. That needs the right to raise a priority (``RLIMIT_NICE``, or CAP_SYS_NICE). Without it, nothing is lowered.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+LOADING_NICE: Final = 10
+"""A tenth of the share of a thread with 0: so loading goes on where all cores are in use."""
+
+
+@contextmanager
+def lowered() -> Iterator[None]:
+    """Lower the priority of this thread, and of those that it starts, for the block."""
+    nice = _nice_of(threading.get_native_id())
+    if nice >= LOADING_NICE or not may_raise_to(nice):
+        yield
+        return
+    _set_nice_of(threading.get_native_id(), LOADING_NICE)
+    try:
+        yield
+    finally:
+        for name in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # it has ended
+                if _nice_of(int(name)) == LOADING_NICE:
+                    _set_nice_of(int(name), nice)
+
+
+def may_raise_to(nice: int) -> bool:
+    """Return whether a thread with ``LOADING_NICE`` may have ``nice`` again: one that ends here tries."""
+    allowed = list[bool]()
+
+    def attempt() -> None:
+        _set_nice_of(threading.get_native_id(), LOADING_NICE)
+        try:
+            _set_nice_of(threading.get_native_id(), nice)
+        except PermissionError:
+            return
+        allowed.append(True)
+
+    trial = threading.Thread(target=attempt)
+    trial.start()
+    trial.join()
+    return bool(allowed)
+
+
+def _nice_of(thread: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, thread)
+
+
+def _set_nice_of(thread: int, nice: int) -> None:
+    os.setpriority(os.PRIO_PROCESS, thread, nice)
