@@ -18,6 +18,7 @@ from omni_actors.generation import Generation
 from omni_actors.orchestrator import trials
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.outputs import Output
+from omni_actors.protocol.messages import Address
 from omni_actors.system import Health
 from tests.support.echo_systems import read
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
@@ -71,6 +72,16 @@ async def together(*generations: Generation) -> list[list[Output] | OmniError]:
         for place in range(len(generations)):
             nursery.start_soon(one, place)
     return results
+
+
+def assert_no_load(omni: OmniSystem) -> None:
+    """No replica counts requests that have all ended."""
+    loads = {
+        f"{stage}.{each.replica}": omni._orchestrator.load(Address(stage, each.replica))
+        for stage, replicas in omni.health().stages.items()
+        for each in replicas
+    }
+    assert set(loads.values()) == {0}, loads
 
 
 def check_innocent(number: int, outputs: list[Output] | OmniError) -> Output:
@@ -137,6 +148,7 @@ async def test_requests_with_one_fingerprint_share_the_deaths_of_one(omni: OmniS
     for number, outputs in enumerate(results[20:]):
         check_innocent(number, outputs)
     assert omni.health().stages["second"][0].generation - before <= 3
+    assert_no_load(omni)
 
 
 @with_shared_system
@@ -177,6 +189,7 @@ async def test_two_equal_requests_that_crash_their_worker_late_end_together(monk
         while not omni.health().ready:
             await omni.wait_changed()
         check_innocent(3, await read(innocent(omni, 3)))
+        assert_no_load(omni)
 
 
 @pytest.mark.slow

@@ -37,10 +37,10 @@ class ReplayExecution:
         """Stages without a replica left, in the order in which they were given up."""
 
     def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
-        """Decide about every request that the dead worker held."""
+        """Decide about every request that the dead worker held. The end of one may end others that are like it."""
         self._trials.return_replica(address)
         for request in list(self._dispatcher.dispatched.values()):
-            if request.replay_state.is_held_by(address):
+            if not request.lifecycle.ended and request.replay_state.is_held_by(address):
                 self._dispatcher.lose(request, address)
                 crash = StageCrashed(address.stage, address.replica, generation, exit)
                 request.deaths.add(crash, request.stats.get(address.stage))
@@ -56,7 +56,7 @@ class ReplayExecution:
             return
         self.failed_stages[failure.stage] = failure
         for request in list(self._dispatcher.queued):
-            if failure.stage in request.route.stages:
+            if failure.stage in request.route.stages and not request.lifecycle.ended:
                 self._end(request, Event.FAIL, self.unavailable(failure.stage))
         for request in list(self._dispatcher.dispatched.values()):
             if request.replay_state.waiting:

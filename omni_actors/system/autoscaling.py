@@ -42,10 +42,11 @@ class AutoscaleControl(ScaleControl):
             nonlocal changing
             drains: Sequence[Drain] = ()
             try:
-                record(Autoscaled(stage=stage, before=before, after=after))
                 with suppress(StageAsleep, SystemClosed):
                     async with self._changing[stage]:
-                        drains = await self._change(stage, after)
+                        if self._orchestrator.pools.wanted(stage) == before:  # ``scale`` may have come first
+                            record(Autoscaled(stage=stage, before=before, after=after))
+                            drains = await self._change(stage, after)
             except (InvalidRequest, StageFailed) as error:
                 record(AutoscaleFailed(stage=stage, replicas=after, error=str(error), retry_in_s=RETRY_S))
                 await trio.sleep(RETRY_S)

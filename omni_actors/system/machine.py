@@ -42,10 +42,10 @@ def device_layout(pipeline: Pipeline, stage: str) -> Layout:
     """Return the devices of each worker that ``stage`` has at first, among those that this process sees.
 
     Raises ConfigError: they are not visible, or two workers would get one. Those of a worker that a request may start
-    (``scale_from_zero``) are checked too.
+    (``scale_from_zero``, ``autoscale``) are checked too.
     """
     configured = pipeline.stages[stage]
-    checked = configured.workers or configured.workers_for(int(configured.scale_from_zero))
+    checked = configured.workers or configured.workers_for(int(configured.starts_from_zero))
     try:
         return layout(pipeline, stage, checked)[: configured.workers]
     except DeviceLayoutError as error:

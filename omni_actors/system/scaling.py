@@ -177,8 +177,7 @@ class ScaleControl(Control):
             await self.wait_changed()
         if failed := [each for each in added if each.load_s is None]:
             left = sum(not each.leaving for each in pools.replicas(stage)) - len(failed)
-            standbys = self.pipeline.stages[stage].standby
-            pools.want(stage, max(before, left - standbys))
+            pools.want(stage, max(before, min(pools.wanted(stage), left)))  # rather a replica than a standby
             failure = failed[0].failure
             await self._drain_all(self._begin_drains(failed), 0.0)
             assert failure is not None, "a failed replica has the reason"

@@ -58,7 +58,7 @@ def worker_spec(
         pin_rings=pipeline.pin_rings,
         device_handles=pipeline.device_handles,
         spins=pipeline.spins,
-        shares_cores=pipeline.shares_cores,
+        shares_cores=pipeline.shares_cores and pipeline.stages[name].device == "cpu",
         resumable=pipeline.resumable(name),
         gathering=None if pipeline.async_chunk else bounds,
     )
