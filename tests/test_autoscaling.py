@@ -59,6 +59,20 @@ async def opened(replicas: int = 1, **terms: Any) -> AsyncIterator[Autoscaled]:
             yield system
 
 
+async def test_a_number_that_was_decided_before_scale_changed_it_is_dropped(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with opened() as system, trio.open_nursery() as nursery:
+        async with system.omni._changing["second"]:
+            nursery.start_soon(system.omni.scale, "second", 3)
+            running = [system.ask() for _ in range(3)]
+            await trio.sleep(1.0 + 2 * DECIDED_S + 0.1)  # the rule has decided for 2, which waits behind ``scale``
+        await trio.sleep(LOAD_S + 0.1)
+        assert system.wanted == 3
+        assert system.states == ["ready"] * 3
+        await complete(running)
+
+
 async def complete(generations: list[Generation], pieces: int = 100) -> None:
     for each in generations:
         assert [output.data["n"] async for output in each] == list(range(pieces))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 
-from omni_actors.config import Pipeline, Stage
+from omni_actors.config import Autoscale, Pipeline, Stage
 from omni_actors.errors import ConfigError, StageFailed, StartTimedOut
 from omni_actors.platform.device_locks import DeviceBusy, DeviceLocks
 from omni_actors.system import OmniSystem
@@ -93,12 +93,20 @@ async def test_each_worker_sees_its_own_devices_and_the_environment_of_its_stage
         }
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"device": "cuda:0", "replicas": 2},
+        {"device": "cuda:1", "replicas": 0, "scale_from_zero": True},
+        {"device": "cuda:1", "replicas": 0, "autoscale": Autoscale(min=0, max=1)},
+    ],
+)
 async def test_devices_that_are_not_visible_are_refused_before_a_process_starts(
-    monkeypatch: pytest.MonkeyPatch,
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(ConfigError, match="only 1 devices are visible") as caught:
-        async with OmniSystem.open(pipeline("observed", device="cuda:0", replicas=2)):
+        async with OmniSystem.open(pipeline("observed", **how)):
             pass
     assert caught.value.path == "stages.only.device"
 

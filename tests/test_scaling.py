@@ -185,6 +185,20 @@ async def test_a_replica_that_cannot_load_is_removed_again(autojump_clock: trio.
         assert (await scaling.omni.scale("second", 2)).before == 1
 
 
+async def test_a_worker_that_loads_serves_if_the_other_one_of_a_replica_and_a_standby_cannot(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with opened(restart=Restart(), replicas=0, standby=1) as scaling:
+        scaling.of_replica[1] = WorkerBehavior(fails="no memory")
+        with pytest.raises(StageFailed, match="no memory"):
+            await scaling.omni.scale("second", 1)
+        assert scaling.states == {0: "ready"}
+        assert await numbers(scaling.ask()) == [0, 1, 2]
+        scaling.of_replica.clear()
+        assert (await scaling.omni.scale("second", 1)).before == 1
+        assert scaling.states == {0: "ready", 1: "ready"}
+
+
 async def test_a_later_change_waits_for_the_one_that_runs(autojump_clock: trio.testing.MockClock) -> None:
     async with opened() as scaling:
         results = list[Scaled]()

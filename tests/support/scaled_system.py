@@ -25,9 +25,14 @@ class Scaling:
     """A system of two stages on simulated workers, which load for ``LOAD_S`` and make a step in 0.1 s."""
 
     def __init__(self) -> None:
-        self.spawner = SimulatedSpawner(lambda address, pid: self.behavior, lambda note: None)
+        self.spawner = SimulatedSpawner(self._behavior_of, lambda note: None)
         self.behavior = WorkerBehavior(load_s=LOAD_S, turn_s=0.1)
+        self.of_replica = dict[int, WorkerBehavior]()
+        """The behavior of workers of the second stage, by replica, where it is not ``behavior``."""
         self.omni: OmniSystem
+
+    def _behavior_of(self, address: Address, pid: int) -> WorkerBehavior:
+        return self.of_replica.get(address.replica, self.behavior) if address.stage == "second" else self.behavior
 
     def ask(self, pieces: int = 3, **terms: Any) -> Generation:
         return self.omni.submit({"script": [Input({"n": i}) for i in range(pieces)]}, ["audio"], **terms)
