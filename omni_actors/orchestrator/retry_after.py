@@ -7,6 +7,7 @@ costs, that counts. For other requests, the durations of the latest ones do.
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from collections.abc import Collection, Mapping
 
@@ -15,6 +16,8 @@ from omni_actors.orchestrator.request import Request
 from omni_actors.protocol.messages import Refused
 
 SHORTEST_S, LONGEST_S = 1.0, 60.0
+SAMPLED = 256
+"""How many requests in flight are looked at, so that a refusal costs the same however many there are."""
 RECENT = 32
 """How many of the latest requests the estimate is taken from."""
 
@@ -52,25 +55,26 @@ class RetryAfterEstimator:
         measured: the stages whose engines know when the next of their requests ends, and the seconds until then.
         """
         measured = measured or {}
-        others = [request for request in in_flight if not measured.keys() & set(request.route.stages)]
+        oldest = list(itertools.islice(in_flight, SAMPLED))
+        others = [request for request in oldest if not measured.keys() & set(request.route.stages)]
         seconds = min(measured.values(), default=math.inf)
         if others or not measured:
-            seconds = min(seconds, self._by_history(others, now))
+            seconds = min(seconds, self._by_history(others, len(in_flight) / max(1, len(oldest)), now))
         return min(max(SHORTEST_S, seconds), LONGEST_S)
 
-    def _by_history(self, in_flight: Collection[Request], now: float) -> float:
+    def _by_history(self, sample: Collection[Request], scale: float, now: float) -> float:
         """By Little's law, of n requests in flight that take T seconds each on average, one ends every T / n seconds.
 
-        T is at least the age of the oldest, also if no request has ended for a while.
+        T is at least the age of the oldest, also if no request has ended for a while. scale: n for each in the sample.
         """
-        if not in_flight:
+        if not sample:
             return SHORTEST_S
         work, seconds = (collections.defaultdict[tuple[str, ...], float](float) for _ in range(2))
         for stages, amount, duration_s in self._ended:
             work[stages] += amount
             seconds[stages] += duration_s
         expected_s = sum(
-            request.work * seconds[request.route.stages] / (work[request.route.stages] or 1.0) for request in in_flight
+            request.work * seconds[request.route.stages] / (work[request.route.stages] or 1.0) for request in sample
         )
-        oldest_s = now - next(iter(in_flight)).submitted
-        return max(expected_s / len(in_flight), oldest_s) / len(in_flight)
+        oldest_s = now - next(iter(sample)).submitted
+        return max(expected_s / len(sample), oldest_s) / (scale * len(sample))

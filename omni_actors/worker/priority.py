@@ -3,9 +3,10 @@
 Rules
 1. Loading takes seconds of CPU time. Where workers share the cores, a worker that replaces a standby, or is a further
    replica, would take them from the requests that are being served. So it loads with ``LOADING_NICE``.
-2. On Linux each thread has a priority of its own, and gives it to the threads that it starts. Engines keep threads
-   from loading, so these get the priority of before at the end.
-3. That needs the right to raise a priority (``RLIMIT_NICE``, or CAP_SYS_NICE). Without it, nothing is lowered.
+2. On Linux each thread has a priority of its own, and gives it to the threads and processes that it starts. Engines
+   keep some from loading, so these get the priority of before at the end.
+3. A worker that began to load behind another one keeps the low priority until it is ready, also if the other dies.
+4. That needs the right to raise a priority (``RLIMIT_NICE``, or CAP_SYS_NICE). Without it, nothing is lowered.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 LOADING_NICE: Final = 10
@@ -31,10 +33,10 @@ def lowered() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in os.listdir("/proc/self/task"):
+        for thread in _threads(os.getpid()):
             with suppress(ProcessLookupError):  # it has ended
-                if _nice_of(int(name)) == LOADING_NICE:
-                    _set_nice_of(int(name), nice)
+                if _nice_of(thread) == LOADING_NICE:
+                    _set_nice_of(thread, nice)
 
 
 def may_raise_to(nice: int) -> bool:
@@ -53,6 +55,15 @@ def may_raise_to(nice: int) -> bool:
     trial.start()
     trial.join()
     return bool(allowed)
+
+
+def _threads(pid: int) -> Iterator[int]:
+    """Yield the threads of a process and of its descendants."""
+    with suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            yield int(thread)
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                yield from _threads(int(child))
 
 
 def _nice_of(thread: int) -> int:

@@ -67,7 +67,9 @@ ENGINES = """
         global thread
         thread = threading.Thread(target=threading.Event().wait, name="kept", daemon=True)
         thread.start()
-        context.report(json.dumps([os.getpriority(os.PRIO_PROCESS, each) for each in (0, thread.native_id)]))
+        child = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL)
+        kept = 0, thread.native_id, child.pid
+        context.report(json.dumps([child.pid, *(os.getpriority(os.PRIO_PROCESS, each) for each in kept)]))
         return EchoEngine(context)
 
     def leaves_a_child(context):
@@ -139,12 +141,13 @@ async def test_a_worker_that_loads_behind_another_one_has_a_low_priority_until_i
             worker.mailbox.post(Configure(spec, fence=0, behind=behind))
             loading, _ = await worker.mailbox.incoming.receive()
             assert isinstance(loading, Loading)
-            assert json.loads(loading.note) == [loads_with, loads_with]
+            child, *found = json.loads(loading.note)
+            assert found == [loads_with] * 3
             while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
                 pass
-            assert {os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir(f"/proc/{worker.pid}/task")} == {
-                own
-            }
+            threads = map(int, os.listdir(f"/proc/{worker.pid}/task"))
+            assert {os.getpriority(os.PRIO_PROCESS, each) for each in (*threads, child)} == {own}
+            os.kill(child, signal.SIGKILL)
             worker.mailbox.post(Stop())
             await worker.wait_dead()
 

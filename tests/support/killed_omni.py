@@ -137,6 +137,7 @@ class SplitOmni(Omni):
     """The same, with a thinker of two stages: "prefill", and "thinker" with the role "decode"."""
 
     stages = ("prefill", *Omni.stages)
+    done_early: ClassVar = frozenset({"prefill"})
     edges: ClassVar = {
         **Omni.edges,
         "prefill": {"accepts": ("messages",)},

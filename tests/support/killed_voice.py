@@ -91,6 +91,7 @@ class Voice(Killed):
 
     name = "voice"
     stages = ("whisper", "llm", "acoustic", "vocoder")
+    done_early: ClassVar = frozenset({"whisper"})
     greedy: ClassVar = {"temperature": 0.0, "seed": 7}
     sampled: ClassVar = {"temperature": 1.0, "seed": 7}
 

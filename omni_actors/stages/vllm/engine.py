@@ -35,6 +35,7 @@ from omni_actors.stages.base import (
     StageFailure,
     StageOutput,
     StageRequest,
+    TemporarilyRefused,
 )
 from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import beyond_context
@@ -43,6 +44,8 @@ from omni_actors.stages.vllm.adapters import DISABLED, VLLMAdapters
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, parallel, refusal, sampling_params
 from omni_actors.stages.vllm.decided import DecidedTokens, force
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMSampling
+
+NOT_RESUMED = "not_resumed"
 
 
 class VLLMRequest(PromptRequest[C]):
@@ -54,11 +57,12 @@ class VLLMRequest(PromptRequest[C]):
     completion_tokens = 0
 
     def __init__(self, request: StageRequest, params: VLLMSampling, collector: C) -> None:
-        """Raises ``InvalidRequest``."""
+        """Raises InvalidRequest, TemporarilyRefused."""
         super().__init__(request, params, collector)
         self.sampling: SamplingParams = sampling_params(params)
         if request.journal and self.sampling.n > 1:
-            raise InvalidRequest("an answer of several (n) is not resumed after the death of a worker", param="n")
+            message = "its worker died, and an answer of several (n) is not resumed"
+            raise TemporarilyRefused(message, code=NOT_RESUMED)
         force(self.sampling, [token for entry in request.journal for token in entry])
         self._undeclared: list[int] = []
 
@@ -132,7 +136,8 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
 
     def start(self, request: StageRequest) -> None:
         if request.journal and not self._resumes:
-            raise InvalidRequest("speculative decoding: a request is not resumed after the death of a worker")
+            message = "its worker died, and with speculative decoding no request is resumed"
+            raise TemporarilyRefused(message, code=NOT_RESUMED)
         super().start(request)
 
     def _join_batch(self, request: R, prompt: Any) -> None:
