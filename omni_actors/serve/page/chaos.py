@@ -4,7 +4,8 @@ Rules
 1. The routes exist with ``--chaos`` only, which needs a server that listens on a loopback address.
 2. A request must name a loopback host, so that no web page reaches the routes by DNS rebinding. The checks of the key
    and of the origin apply as to every route.
-3. A signal goes to a pidfd, which is opened while the worker is not reaped. So it never reaches another process.
+3. A signal goes to a pidfd, which is opened while the worker is not reaped. So it never reaches another process. A
+   worker on another node is refused: a process of this machine may have the same pid.
 4. A starved worker runs a tenth of the time, for ``STARVE_S`` at most. It runs again when the request ends, however it
    ends. One worker is starved once at a time.
 """
@@ -81,14 +82,18 @@ def _system(request: Request) -> OmniSystem:
 
 def _pid(system: OmniSystem, stage: str, replica: str) -> int:
     """Return the process of a worker. Raises HTTPError."""
-    replicas = system.health().stages.get(stage)
+    health = system.health()
+    replicas = health.stages.get(stage)
     if replicas is None:
         raise bad_request(f"stage: one of {', '.join(system.pipeline.stages)} was expected", "stage")
     found = next((each for each in replicas if str(each.replica) == replica), None)
     if found is None:
         raise bad_request("replica: the stage has no replica of this number", "replica")
-    if found.pid is None:
+    if not found.pid:
         raise HTTPError(409, "the replica has no worker now", code="no_worker")
+    if found.node is not None and not health.nodes[found.node].parent:
+        message = f"the worker runs on the node {found.node!r}; faults reach the server's own node only"
+        raise HTTPError(409, message, code="on_another_node")
     return found.pid
 
 

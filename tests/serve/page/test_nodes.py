@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.ray_cluster import ray_cluster
+from tests.serve.page.test_browser import enter, said, wait_done
 from tests.support.chromium import EXECUTABLE, open_page
 from tests.support.http_server import Server, Start
 
@@ -32,7 +33,7 @@ STATES = "[...document.querySelectorAll('.nodes [data-state]')].map(each => each
 def on_nodes(start: Start) -> Iterator[Server]:
     """A server whose first stage is on a node of its own."""
     places = ("-s", "cluster.nodes.mind=n1", "-s", "cluster.nodes.mouth=parent")
-    with ray_cluster("n1") as ray, start("--cluster", ray.address, *places, config=PIPELINE) as server:
+    with ray_cluster("n1") as ray, start("--chaos", "--cluster", ray.address, *places, config=PIPELINE) as server:
         yield server
 
 
@@ -40,18 +41,17 @@ def test_the_loss_of_a_node_is_shown_while_an_answer_goes_on(on_nodes: Server, f
     with open_page() as page:
         page.open(on_nodes.url)
         page.wait(f"{STATES}.length >= 1 && {STATES}.every(each => each === 'alive')")
-        page.wait("document.querySelector('#question')")
-        page.evaluate("document.querySelector('#question').focus()")
-        page.type("hello")
-        page.key("Enter", "Enter", "\r")
-        page.wait("document.querySelectorAll('.message.assistant .w').length > 0")
+        enter(page, "hello")
+        page.wait("document.querySelector('.message.assistant .said')?.innerText.includes('hello')")
         agent = on_nodes.http.get("/health").json()["nodes"]["n1"]["agent_pid"]
         page.evaluate(f"window.seen = []; void setInterval(() => seen.push(...{STATES}), 20)")
+        refused = on_nodes.http.post("/v1/chaos", params={"stage": "mind", "fault": "kill"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "on_another_node")
+        assert on_nodes.http.post("/v1/chaos", params={"stage": "mouth", "fault": "thaw"}).status_code == 200
         os.kill(agent, signal.SIGKILL)
         page.wait("seen.some(each => each !== 'alive')")
-        page.wait("[...document.querySelectorAll('.message.assistant')].at(-1)?.dataset.state === 'done'")
+        wait_done(page)
         page.wait(f"{STATES}.every(each => each === 'alive')")
-        answer = page.evaluate("[...document.querySelectorAll('.message.assistant .said')].at(-1).innerText")
-        assert answer == "hello" * 200
+        assert said(page) == "hello" * 200
         page.wait("document.querySelector('.deaths').innerText.includes('NodeLost')")
         assert page.errors == []
