@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.placement import Node, Place
 from omni_actors.protocol.messages import Address
 
 
+class AgentEnd(NamedTuple):
+    """The end of an agent, or of what is known of it.
+
+    certain: whether its process has ended; False if its node cannot be asked. why: the reason, in words.
+    """
+
+    certain: bool
+    why: str
+
+
 class AgentStarter(Protocol):
     """Starts the processes of agents."""
 
-    async def run(self, node: str, settings: AgentSettings) -> bool:
-        """Run one agent on a node until it has ended; cancelling kills it.
-
-        Return whether its process has ended for certain: False if its node cannot be asked.
-        """
+    async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
+        """Run one agent on a node until it has ended; cancelling kills it."""
         ...
 
 

@@ -6,10 +6,12 @@ Rules
 1. This is the only module that imports Ray. Ray ends a process whose head node is gone for a minute; so it has one of
    its own, and the parent and the agents go on without it.
 2. An agent is an actor that is not restarted (``max_restarts=0``): the parent decides what follows its end. It is
-   detached, so that it outlives the helper. It ends with its control connection or its lease.
+   detached, so that it outlives the helper. It ends with its control connection or its lease, and then its actor does,
+   so that Ray gives its resources to the next one: the helper kills it, or it ends itself after ``EXIT_S``. So does an
+   actor that is not told to run within ``UNUSED_S``, because its helper has ended.
 3. An actor is scheduled on its node and on no other, with the resources that its workers are to have.
 4. The helper ends when its stdin does. It kills the agents that it has started. Of a Ray that it has started, no
-   process and no file is left.
+   process and no file is left. An order that Ray does not let it carry out costs no other agent.
 5. A helper whose own node is no longer in Ray ends at the next agent that it is to start: it is connected with a Ray
    that is gone, though Ray may answer it. It kills no agent then.
 """
@@ -50,6 +52,8 @@ from omni_actors.config.devices import VISIBLE
 NAMESPACE: Final = "omni_actors"
 CONNECT_S: Final = 5.0
 CLOSE_S: Final = 10.0
+EXIT_S: Final = 5.0
+UNUSED_S: Final = 120.0
 NODE_ID: Final = "ray.io/node-id"
 """A label that Ray gives to each node; its value is random."""
 LOCAL_OPTIONS: Final[dict[str, Any]] = {"object_store_memory": 80 << 20, "include_dashboard": False}
@@ -70,16 +74,29 @@ def _labels(found: dict[str, str]) -> tuple[str, ...]:
 
 
 class AgentActor:
-    """A Ray actor that runs one agent."""
+    """A Ray actor that runs one agent (rule 2)."""
+
+    def __init__(self) -> None:
+        self._unused = _end_process_after(UNUSED_S)
 
     def run(self, settings: bytes) -> str | None:
         """Run an agent until its control connection ends. Return why it failed, or None."""
+        self._unused.cancel()
         os.environ[VISIBLE] = ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # Ray may leave it unset
         try:
             run_in_main_thread(msgspec.msgpack.decode(settings, type=AgentSettings))
         except AgentFailed as error:
             return str(error)
+        finally:
+            _end_process_after(EXIT_S)
         return None
+
+
+def _end_process_after(seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 class Helper:
@@ -104,7 +121,7 @@ class Helper:
                 **(LOCAL_OPTIONS | {"_temp_dir": self._directory} if local else {}),
             )
         except BaseException:
-            self._remove_directory()
+            self.remove_directory()
             raise
 
     def nodes(self) -> Started:
@@ -166,7 +183,9 @@ class Helper:
         return next(same, None)
 
     def _ended(self, number: int, future: Any) -> None:
-        """Tell that an agent has ended. Called in a thread of Ray."""
+        """Tell that an agent has ended, and let its actor end. Called in a thread of Ray, which must not wait."""
+        if (actor := self._actors.pop(number, None)) is not None:
+            threading.Thread(target=ray.kill, args=(actor,), daemon=True).start()
         error = future.exception()
         why = future.result() if error is None else f"{type(error).__name__}: {error}"
         tell(Ended(number, certain=error is None, why=why or "its control connection has ended"))
@@ -176,16 +195,17 @@ class Helper:
         last = threading.Timer(CLOSE_S, self._end)
         last.daemon = True
         last.start()
-        for actor in self._actors.values():
+        for actor in list(self._actors.values()):
             ray.kill(actor)
         ray.shutdown()
-        self._remove_directory()
+        self.remove_directory()
 
     def _end(self) -> None:
-        self._remove_directory()
+        self.remove_directory()
         os._exit(0)
 
-    def _remove_directory(self) -> None:
+    def remove_directory(self) -> None:
+        """Remove the files of a Ray that was started here."""
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -201,10 +221,16 @@ def main() -> None:
     try:
         tell(helper.nodes())
         for line in sys.stdin.buffer:
-            helper.obey(msgspec.json.decode(line, type=Order))
-            tell(Obeyed())
-    finally:
-        helper.close()
+            try:
+                helper.obey(msgspec.json.decode(line, type=Order))
+            except (RayError, OSError, RuntimeError) as error:
+                tell(Obeyed(f"{type(error).__name__}: {error}"))
+            else:
+                tell(Obeyed())
+    except BaseException:
+        helper.remove_directory()
+        raise
+    helper.close()
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Obeyed(msgspec.Struct, frozen=True, tag=True):
-    """The helper has carried out the order that it was sent last."""
+    """The helper has carried out the order that it was sent last. why: set if it could not."""
+
+    why: str | None = None
 
 
 Order: TypeAlias = StartAgent | StopAgent

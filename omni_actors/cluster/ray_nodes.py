@@ -25,6 +25,7 @@ import msgspec
 import trio
 
 from omni_actors.cluster.agent import AgentSettings
+from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.ray_messages import (
     LOCAL,
     Ended,
@@ -60,7 +61,9 @@ class RayAgents:
         self._process: trio.Process | None = None
         self._starting, self._ordering = trio.Lock(), trio.Lock()
         self._obeyed = trio.Event()
-        """Set when the helper has carried out the newest order, or has ended."""
+        """Set when the helper has carried out the newest order, or could not, or has ended."""
+        self._refusal: str | None = None
+        """Why it could not."""
         self._nodes: dict[str, RayNode] = {}
         self._ends: dict[int, trio.MemorySendChannel[Ended]] = {}
         self.resources: Callable[[str], Resources] = lambda node: (0.0, 0.0)
@@ -70,26 +73,25 @@ class RayAgents:
         """The nodes as the first helper found them. Their names are unique."""
         return [msgspec.structs.replace(node, name=name) for name, node in self._nodes.items()]
 
-    async def run(self, node: str, settings: AgentSettings) -> bool:
+    async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
         """Run one agent on a node until it has ended; cancelling kills it. See ``AgentStarter.run``."""
         try:
             await self.connect()
-        except ClusterUnavailable:
-            return False
-        if (at := self._nodes.get(node)) is None:
-            return False
+        except ClusterUnavailable as error:
+            return AgentEnd(False, str(error))
+        at = self._nodes[node]
         send, receive = trio.open_memory_channel[Ended](1)
         self._ends[settings.number] = send
         try:
-            if not await self._order(StartAgent(at, settings, *self.resources(node))):
-                return False
+            if (why := await self._order(StartAgent(at, settings, *self.resources(node)))) is not None:
+                return AgentEnd(False, why)
             ended = await receive.receive()
         except trio.EndOfChannel:  # the helper has ended, and with it the news of the agent
             await trio.sleep_forever()
         finally:
             if self._ends.pop(settings.number, None) is not None:
                 await self._order(StopAgent(settings.number))
-        return ended.certain
+        return AgentEnd(ended.certain, ended.why)
 
     async def connect(self) -> None:
         """Start a helper unless one runs. Raises ClusterUnavailable: it cannot be connected with Ray."""
@@ -111,22 +113,23 @@ class RayAgents:
             process.kill()
             raise ClusterUnavailable({self._address: f"Ray did not answer within {HELPER_S:g} s"})
 
-    async def _order(self, order: Order) -> bool:
-        """Have the helper carry out an order; return whether it runs and has. Not cancelled: it has a time limit."""
-        obeyed = False
+    async def _order(self, order: Order) -> str | None:
+        """Have the helper carry out an order; return why it has not. Not cancelled: it has a time limit."""
+        ended = "the helper that uses Ray has ended"
+        why: str | None = f"{ended}, or has not carried out an order within {ORDER_S:g} s"
         with trio.CancelScope(shield=True):
             async with self._ordering:
                 if (process := self._process) is None or process.stdin is None:
-                    return False
+                    return ended
                 self._obeyed = trio.Event()
                 with trio.move_on_after(ORDER_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                     await process.stdin.send_all(msgspec.json.encode(order) + b"\n")
                     await self._obeyed.wait()
-                    obeyed = self._process is process
-                if not obeyed:
+                    why = self._refusal if self._process is process else ended
+                if self._process is process and not self._obeyed.is_set():
                     process.kill()
                     await self._obeyed.wait()  # ``_follow`` notices that it has ended
-        return obeyed
+        return why
 
     async def _follow(self, process: trio.Process, task_status: trio.TaskStatus[Started | Failed]) -> None:
         """Take a helper's news until it ends. Cancelling ends it."""
@@ -137,6 +140,7 @@ class RayAgents:
                     if (send := self._ends.pop(news.number, None)) is not None:
                         send.send_nowait(news)
                 elif isinstance(news, Obeyed):
+                    self._refusal = news.why
                     self._obeyed.set()
                 else:
                     if isinstance(news, Started):  # not later: the helper may end at once

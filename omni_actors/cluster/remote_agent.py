@@ -188,10 +188,10 @@ class RemoteAgent:
             for worker in self._workers.values():
                 worker.mailbox.fail(self._why_lost())
 
-    def process_ended(self) -> None:
+    def process_ended(self, why: str) -> None:
         """The agent's process has ended for certain, and its workers with it (rule 2)."""
         self._process_ended.set()
-        self.give_up("its agent has ended")
+        self.give_up(f"its agent has ended: {why}")
 
     def _why_lost(self) -> str:
         return f"NodeLost: {self.node}: {self.lost}"

@@ -296,10 +296,11 @@ class ClusterSpawner:
             tls=self._credentials,
             import_path=_import_path(),
         )
-        if await self._starter.run(agent.node, settings):
-            agent.process_ended()
+        end = await self._starter.run(agent.node, settings)
+        if end.certain:
+            agent.process_ended(end.why)
         else:
-            agent.give_up("its agent cannot be reached")
+            agent.give_up(f"its agent cannot be reached: {end.why}")
 
     async def _welcome(self, connected: trio.SocketStream) -> None:
         """Authenticate a connection, and serve it if it is that of an agent which was started."""

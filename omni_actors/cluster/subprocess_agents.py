@@ -7,6 +7,7 @@ Rules
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ import msgspec
 import trio
 
 from omni_actors.cluster.agent import AgentSettings
+from omni_actors.cluster.interfaces import AgentEnd
 
 
 class SubprocessAgents:
@@ -26,7 +28,7 @@ class SubprocessAgents:
         self.pids: dict[str, int] = {}
         """The process of the newest agent of each node."""
 
-    async def run(self, node: str, settings: AgentSettings) -> bool:
+    async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
         command = [*self._commands.get(node, ()), sys.executable, "-m", "omni_actors.cluster.agent"]
         process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, start_new_session=True)
         assert process.stdin is not None
@@ -39,5 +41,5 @@ class SubprocessAgents:
         finally:
             process.kill()
             with trio.CancelScope(shield=True):
-                await process.wait()
-        return True
+                code = await process.wait()
+        return AgentEnd(True, f"exit code {code}" if code >= 0 else signal.Signals(-code).name)

@@ -23,7 +23,7 @@ OUTPUTS, PAYLOAD_BYTES = 60, 20_000
 
 
 def long_answers(writers: Path | None = None) -> Pipeline:
-    """Each request has ``OUTPUTS`` outputs with a payload, one every 10 ms. writers: where workers log their steps."""
+    """Each request has ``OUTPUTS`` outputs with a payload, one every 10 ms. writers: where workers log their lives."""
     engine = "echo" if writers is None else "tests.cluster.writing_engine:Writing"
     environment = {} if writers is None else {LOG: str(writers)}
     options = {"step_s": 0.01, "fan_out": OUTPUTS, "payload_bytes": PAYLOAD_BYTES}
@@ -34,7 +34,7 @@ def long_answers(writers: Path | None = None) -> Pipeline:
 
 
 def assert_one_writer_at_a_time(log: Path) -> int:
-    """Check that no two processes of a stage wrote in the same time. Return how many processes wrote."""
+    """Check that no two processes of a stage lived in the same time. Return how many there were."""
     times: dict[tuple[str, int], list[int]] = {}
     for line in log.read_text().splitlines():
         stage, pid, at = line.split()

@@ -39,7 +39,7 @@ LEASE_S = 4.0
 
 @pytest.fixture
 def writers(tmp_path: Path) -> Path:
-    """Where the workers log their steps."""
+    """Where the workers log their lives."""
     return tmp_path / "writers"
 
 

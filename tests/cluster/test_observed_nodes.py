@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omni_actors import OmniSystem
 from omni_actors.cluster.agent import AgentSettings
+from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.spawner import open_cluster
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.errors import StageCrashed
@@ -29,9 +30,8 @@ LEASE_S = 4.0
 class UncertainAgents(SubprocessAgents):
     """Nobody knows whether an agent that cannot be reached has ended, as on another machine."""
 
-    async def run(self, node: str, settings: AgentSettings) -> bool:
-        await super().run(node, settings)
-        return False
+    async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
+        return AgentEnd(False, (await super().run(node, settings)).why)
 
 
 LINK_LABELS = ("producer", "consumer", "from_node", "to_node")

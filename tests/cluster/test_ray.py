@@ -24,6 +24,7 @@ from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
 from omni_actors.config import Cluster, Pipeline, Stage
 from omni_actors.config.schema import Autoscale
 from omni_actors.errors import ClusterUnavailable, NoPlace
+from omni_actors.stress import cuts
 from tests.cluster.long_answers import (
     ask_long,
     assert_one_writer_at_a_time,
@@ -43,7 +44,7 @@ NODES: dict[str, str | Sequence[str]] = {"first": ("n1", "n2"), "second": ("n2",
 
 @pytest.fixture
 def writers(tmp_path: Path) -> Path:
-    """Where the workers log their steps."""
+    """Where the workers log their lives."""
     return tmp_path / "writers"
 
 
@@ -79,9 +80,10 @@ class OnRay(NamedTuple):
 
 
 @asynccontextmanager
-async def open_on_ray(cluster: RayCluster, writers: Path | None = None) -> AsyncIterator[OnRay]:
-    """Open the pipeline of ``long_answers`` on "n1" and "n2"."""
+async def open_on_ray(cluster: RayCluster, writers: Path | None = None, cpus: float = 0.0) -> AsyncIterator[OnRay]:
+    """Open the pipeline of ``long_answers`` on "n1" and "n2". cpus: what each agent reserves; a node has 2."""
     async with open_ray(cluster.address) as ray:
+        ray.resources = lambda node: (cpus, 0.0)
         host = next(node.address for node in ray.nodes if node.is_parents)
         nodes = [Node(name=PARENT), Node(name="n1"), Node(name="n2")]
         async with (
@@ -102,6 +104,27 @@ async def test_answers_are_whole_and_no_agent_is_left(cluster: RayCluster) -> No
             check_exact(generation, await read(generation))
     assert all(map(has_ended, workers))
     await until(lambda: all(map(has_ended, agents)))
+
+
+@pytest.mark.skipif(cuts.why_not(os.getpid()) is not None, reason=f"cuts: {cuts.why_not(os.getpid())}")
+async def test_an_agent_without_its_connection_gives_its_resources_to_the_next_one(cluster: RayCluster) -> None:
+    async with open_on_ray(cluster, cpus=2.0) as on:
+        for _ in range(2):
+            agent = on.spawner.agents["n1"]
+            assert cuts.cut(agent.pid, lambda each: each.remote_port == on.spawner.address[1]) == 1
+            await until(
+                lambda lost=agent: on.spawner.agents["n1"] is not lost and on.spawner.nodes()["n1"].state == "alive"
+            )
+        check_exact(after := ask_long(on.omni), await read(after))
+
+
+async def test_no_actor_is_left_of_a_helper_that_was_killed(cluster: RayCluster) -> None:
+    async with open_on_ray(cluster, cpus=2.0) as on:
+        actors = [psutil.Process(agent.pid) for agent in on.spawner.agents.values()]
+        assert on.ray._process is not None
+        on.ray._process.kill()
+        check_exact(after := ask_long(on.omni), await read(after))
+    await until(lambda: all(map(has_ended, actors)))
 
 
 async def test_a_system_is_opened_by_the_address_of_a_cluster(cluster: RayCluster) -> None:

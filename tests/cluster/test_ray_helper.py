@@ -12,7 +12,7 @@ import trio
 
 from omni_actors.cluster import ray_nodes
 from omni_actors.cluster.agent import AgentSettings
-from omni_actors.cluster.ray_messages import RayNode, Started
+from omni_actors.cluster.ray_messages import Obeyed, RayNode, Started
 from omni_actors.cluster.ray_nodes import open_ray
 
 NODE = RayNode(node_id="1", name="a", address="127.0.0.1", cpus=1.0, gpus=0, free_gpus=0, labels=(), is_parents=True)
@@ -45,10 +45,28 @@ async def test_a_helper_that_carries_out_no_order_is_killed_and_replaced(
     with trio.fail_after(30):
         async with open_ray("10.0.0.1:6379") as ray:
             for number in (1, 2):
-                assert not await ray.run("a", settings(number))
+                end = await ray.run("a", settings(number))
+                assert not end.certain
+                assert "within 0.2 s" in end.why
         helpers = [int(pid) for pid in starts.read_text().split()]
     assert len(helpers) == 2
     assert not any(psutil.pid_exists(pid) for pid in helpers)
+
+
+async def test_an_order_that_ray_refuses_ends_that_agent_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, starts = tmp_path / "helper", tmp_path / "starts"
+    news = [Started([NODE]), Obeyed("RaySystemError: no control store")]
+    started, refused = (msgspec.json.encode(each).decode() for each in news)
+    script.write_text(
+        f"#!/bin/sh\necho $$ >>'{starts}'\necho '{started}'\nwhile read order; do echo '{refused}'; done\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with trio.fail_after(30):
+        async with open_ray("10.0.0.1:6379") as ray:
+            for number in (1, 2):
+                assert await ray.run("a", settings(number)) == (False, "RaySystemError: no control store")
+        assert len(starts.read_text().split()) == 1
 
 
 async def test_a_helper_that_finds_fewer_nodes_takes_none_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def _on_the_heads_node(ray: RayNodes, fixture_processes: set[int]) -> Iterator[N
 
 @pytest.fixture
 def writers(tmp_path: Path) -> Path:
-    """Where the workers log their steps."""
+    """Where the workers log their lives."""
     return tmp_path / "writers"
 
 

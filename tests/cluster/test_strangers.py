@@ -48,6 +48,7 @@ def check_alive(rings: LinkedRings) -> None:
         assert frame.data == message
     assert rings.consumer.try_recv() is None
     assert rings.far.statistics().keys() == {rings.link_id}
+    assert not rings.far._accepting._early, "no stranger is taken for a node"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def check_alive(rings: LinkedRings) -> None:
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(1000),
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(1000),
         bytes(100_000),
-        Connector(bytes(32), "link", 7).hello + bytes(32),
+        Connector(bytes(32), "link", 77).hello + bytes(32),
     ],
     ids=["nothing", "HTTP", "TLS", "zeros", "hello and a wrong proof"],
 )
