@@ -13,10 +13,13 @@ import psutil
 import pytest
 import trio
 
+from omni_actors import OmniSystem
 from omni_actors.cluster.agent import AgentSettings
+from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.spawner import MOST_STRANGERS, open_cluster
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.errors import ClusterUnavailable, StageCrashed
+from omni_actors.stress import cuts
 from tests.cluster.long_answers import (
     ask_long,
     assert_one_writer_at_a_time,
@@ -99,6 +102,47 @@ async def test_the_workers_of_a_node_that_stands_still_end_before_their_successo
         assert has_ended(worker)
         check_exact(after := ask_long(omni), await read(after))
         assert assert_one_writer_at_a_time(writers) == 3  # the other stage has one
+
+
+class UnreachableAgents(SubprocessAgents):
+    """Agents on nodes that cannot be reached once they are given up: nothing kills them from outside."""
+
+    async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
+        async with trio.open_nursery() as nursery:
+            running = trio.CancelScope(shield=True)
+            try:
+                nursery.start_soon(self._run_shielded, running, node, settings)
+                await trio.sleep_forever()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await trio.sleep(LEASE_S)  # the agent is on its own for longer than its lease
+                running.cancel()
+        raise AssertionError
+
+    async def _run_shielded(self, scope: trio.CancelScope, node: str, settings: AgentSettings) -> None:
+        with scope:
+            await super().run(node, settings)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cuts.why_not(os.getpid()) is not None, reason=f"cuts: {cuts.why_not(os.getpid())}")
+async def test_no_successor_starts_before_the_lease_of_a_node_that_cannot_be_reached_has_ended(writers: Path) -> None:
+    """The parent gives the node up at once, as its connection is cut. The agent stands still, and kills no worker."""
+    agents, places = UnreachableAgents(), FixedPlaces({"first": ("a", "b"), "second": "parent"})
+    async with (
+        open_cluster(named("a", "b"), agents, places, lease_s=LEASE_S) as spawner,
+        OmniSystem.open(long_answers(writers), spawner=spawner) as omni,
+    ):
+        lost = psutil.Process(agents.pids["a"])
+
+        def cut_off() -> None:
+            lost.suspend()
+            assert cuts.cut(lost.pid, lambda each: each.remote_port == spawner.address[1]) == 1
+
+        check_exact(generation := ask_long(omni), await read_until_first(generation, cut_off))
+        await wait_restarted(omni, "first", 2)
+        assert omni.health().stages["first"][0].node == "b"
+        assert assert_one_writer_at_a_time(writers) == 3
 
 
 async def test_without_replay_a_lost_node_ends_the_request_with_the_facts() -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -51,6 +52,15 @@ def check_alive(rings: LinkedRings) -> None:
     assert not rings.far._accepting._early, "no stranger is taken for a node"
 
 
+def wait_forgotten(pump: Pump, link_id: int) -> None:
+    """Wait until a pump has accepted the connection of a link that it does not expect, and has dropped it."""
+    give_up = time.monotonic() + WATCHDOG_S
+    for is_there in (True, False):
+        while (link_id in pump._accepting._early) is not is_there:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -90,6 +100,7 @@ def test_random_bytes_are_refused(rings: LinkedRings) -> None:
 def test_a_handshake_that_is_cut_at_any_byte_is_dropped(rings: LinkedRings) -> None:
     connection, said = authenticated(rings.far.address, 99)
     connection.close()
+    wait_forgotten(rings.far, 99)
     for end in range(len(said)):
         with connect(rings.far.address) as stranger:
             stranger.sendall(said[:end])
@@ -100,6 +111,7 @@ def test_a_recorded_handshake_is_refused(rings: LinkedRings) -> None:
     with open_pump() as (_, _), linked_rings(link_id=8) as other:
         connection, said = authenticated(other.far.address, 5)
         connection.close()
+        wait_forgotten(other.far, 5)
         stranger = connect(other.far.address)
         stranger.sendall(said[:56])
         assert len(stranger.recv(200)) == 72
@@ -185,6 +197,7 @@ def test_nothing_is_left_of_pumps_and_strangers() -> None:
         check_alive(made)
         strangers = [connect(made.far.address) for _ in range(100)]
         authenticated(made.far.address, 55)[0].close()
+        wait_forgotten(made.far, 55)
         check_alive(made)
     for stranger in strangers:
         stranger.close()
