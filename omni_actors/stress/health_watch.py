@@ -48,9 +48,7 @@ class HealthWatch:
     async def run(self) -> None:
         """Observe until cancelled."""
         while True:
-            for stage, replica in self.replicas:
-                self._record(stage, replica)
-            self.ever_given_up |= self.given_up
+            self.look()
             self._changed.unpark_all()
             await self._omni.wait_changed()
 
@@ -69,6 +67,12 @@ class HealthWatch:
         found = {name for name, _ in staying} - {name for name, each in staying if each.state != "failed"}
         self.ever_given_up |= found
         return found
+
+    def look(self) -> None:
+        """Record what the system reports now. The task may not run any more before the system is closed."""
+        for stage, replica in self.replicas:
+            self._record(stage, replica)
+        self.ever_given_up |= self.given_up
 
     @property
     def unsettled(self) -> list[str]:

@@ -10,7 +10,14 @@ from typing import Any
 
 import trio
 
-from omni_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, SlowConsumer
+from omni_actors.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    SlowConsumer,
+    StageUnavailable,
+)
 from omni_actors.stress import judge
 from omni_actors.stress.client import Client
 from omni_actors.stress.oracle import ExpectedAnswer
@@ -128,6 +135,8 @@ class SimulatedClient(Client[SimulatedRequest]):
 
     def _end(self, request: SimulatedRequest, outcome: judge.Outcome, error: RequestError | None) -> None:
         super()._end(request, outcome, error)
+        if isinstance(error, StageUnavailable):
+            self.watch.look()  # a schedule may end at this moment
         self._journal.note(f"{request.name} is over: {request.ending}")
 
     # what their outcomes must be
