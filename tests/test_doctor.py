@@ -82,13 +82,6 @@ def test_a_pipeline_that_the_user_names_must_work(monkeypatch: pytest.MonkeyPatc
     assert "pip install" in lacking.remedy or "prepare" in lacking.remedy
 
 
-def test_a_cache_that_cannot_be_found_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", "~no-such-user/models")
-    [found] = [each for each in models.check(["echo"]) if each.name == "models of a hub"]
-    assert (found.status, "home directory" in found.found) == ("warning", True)
-
-
 def test_an_engine_library_that_is_missing_is_a_warning_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     looked = found(libraries.check())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import binascii
 from typing import Any
 
 import httpx2
@@ -85,7 +86,7 @@ def answer_part(event: httpx2.ServerSentEvent) -> AnswerPart:
             finish_reason=choice.finish_reason,
             sent_s=chunk.sent_s,
         )
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:  # ValueError: of base64
+    except (msgspec.DecodeError, binascii.Error) as error:
         raise ServerError("invalid answer", f"an event of the answer has an unexpected form: {error}") from error
 
 

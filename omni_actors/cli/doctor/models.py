@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich import filesize
@@ -25,25 +25,21 @@ def check(names: Sequence[str]) -> Iterator[Finding]:
 
     names: the pipelines that must work. If there are none, ``DEFAULT_PIPELINE`` is looked at, and may lack something.
     """
-    yield _cache("converted models", assets.cache_dir, "OMNI_ACTORS_CACHE")
-    yield _cache("models of a hub", _hub, "HF_HOME")
+    yield _cache("converted models", assets.cache_dir(), "OMNI_ACTORS_CACHE")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or _hub_home() / "hub").expanduser()
+    yield _cache("models of a hub", hub, "HF_HOME")
     for name in names or [DEFAULT_PIPELINE]:
         yield _pipeline(name, is_asked=bool(names))
 
 
-def _hub() -> Path:
+def _hub_home() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    return Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface")
 
 
-def _cache(name: str, find: Callable[[], Path], variable: str) -> Finding:
-    try:
-        place = find()
-        there = next(each for each in (place, *place.parents) if each.exists())
-        free = shutil.disk_usage(there).free
-    except (OSError, RuntimeError) as failure:  # RuntimeError: there is no home directory
-        return warning("models", name, str(failure), f"name a directory that is yours in {variable}")
+def _cache(name: str, place: Path, variable: str) -> Finding:
+    there = next(each for each in (place, *place.parents) if each.exists())
+    free = shutil.disk_usage(there).free
     found = f"{place}: {filesize.decimal(free)} free" + ("" if place.exists() else ", not made yet")
     if not os.access(there, os.W_OK):
         remedy = f"make {there} writable, or name another directory in {variable}"

@@ -4,8 +4,6 @@ Rules
 1. A model of the Hermes and Qwen families writes a call as ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
 2. Text that is not such a call stays text, also between the tags.
 3. White space beside a call is not part of the answer.
-4. Arguments are JSON in a string, whose cost the body's own check does not see. So it is bounded before they are
-   decoded, as that of a body: for all calls of a request together.
 """
 
 from __future__ import annotations
@@ -18,13 +16,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from omni_actors.serve.api.json_body import DecodingCost
-from omni_actors.serve.http.errors import HTTPError, bad_request
+from omni_actors.serve.http.errors import bad_request
 
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-ARGUMENTS_BYTES = 1 << 20
-"""The limit of the arguments of all calls of a request."""
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,33 +92,20 @@ def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
 
 
 def written_call(text: str) -> ToolCall | None:
-    """Return the call that this text is; None if it is no call, or one that is too expensive to decode."""
+    """Return the call that this text is; None if it is no call."""
     try:
-        DecodingCost().add(text.encode())
         call = msgspec.json.decode(text.strip(), type=_Written)
-    except (msgspec.DecodeError, UnicodeError, HTTPError):
+    except (msgspec.DecodeError, UnicodeError):
         return None
     return ToolCall.of(call.name, msgspec.json.encode(call.arguments).decode())
 
 
-class ArgumentsDecoder:
-    """Decodes the arguments of the calls of one request (rule 4)."""
-
-    def __init__(self) -> None:
-        self._cost, self._left = DecodingCost("arguments of calls"), ARGUMENTS_BYTES
-
-    def decode(self, call: ToolCall, param: str) -> dict[str, Any]:
-        """Return the arguments of a call in a client's message. Raises HTTPError."""
-        try:
-            document = call.function.arguments.encode() or b"{}"
-            self._left -= len(document)
-            if self._left < 0:
-                message = f"{param}: the calls of a request have at most {ARGUMENTS_BYTES} bytes of arguments"
-                raise bad_request(message, param, "too_much_text")
-            self._cost.add(document)
-            return msgspec.json.decode(document, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise bad_request(f"{param}: not a JSON object: {error}", param) from error
+def arguments_object(call: ToolCall, param: str) -> dict[str, Any]:
+    """Return the arguments of a call in a client's message. Raises HTTPError."""
+    try:
+        return msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise bad_request(f"{param}: not a JSON object: {error}", param) from error
 
 
 class ToolCallFilter:

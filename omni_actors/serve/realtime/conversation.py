@@ -21,8 +21,8 @@ import trio
 
 from omni_actors.errors import OmniError
 from omni_actors.outputs import AudioChunk
-from omni_actors.serve.api.tools import ArgumentsDecoder, ToolCall
 from omni_actors.serve.api.tools import FunctionCall as ChatFunctionCall
+from omni_actors.serve.api.tools import ToolCall, arguments_object
 from omni_actors.serve.http.errors import bad_request, quote_value
 from omni_actors.serve.media.base64_data import to_base64
 from omni_actors.serve.realtime.input_audio import Recording
@@ -81,14 +81,14 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the recordings and of the text."""
+        """The bytes of the recordings and, about, of the text."""
         match self.item:
             case Message(content=parts):
-                text = sum(_size(part.words) for part in parts)
+                text = sum(len(part.words) for part in parts)
             case FunctionCall(arguments=arguments):
-                text = _size(arguments)
+                text = len(arguments)
             case FunctionCallOutput(output=output):
-                text = _size(output)
+                text = len(output)
         return text + self.recorded_bytes
 
     @property
@@ -101,10 +101,6 @@ class Entry:
         for index, recording in self.recordings.items():
             found["content"][index]["audio"] = to_base64(recording.data)
         return found
-
-
-def _size(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 class _Room(NamedTuple):
@@ -247,22 +243,18 @@ def require_call(item: Item, entries: Sequence[Entry], param: str) -> None:
         raise bad_request(message, f"{param}.call_id", "invalid_tool_call_id")
 
 
-async def chat_messages(
+def chat_messages(
     entries: Sequence[Entry], instructions: str, *, transcribed: bool
 ) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
     """Return the messages of a conversation, and its recordings, to which the messages refer by index.
 
     transcribed: whether the pipeline has a transcriber (rule 3). The words are known then, or their error is.
-
-    Other tasks run between two entries. Raises HTTPError: the arguments of the calls are too expensive to decode.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     clips: list[AudioChunk] = []
     items = [entry.item for entry in entries]
     calls = {item.call_id for item in items if isinstance(item, FunctionCall) and item.status != "incomplete"}
-    decoder = ArgumentsDecoder()
     for entry in entries:
-        await trio.lowlevel.checkpoint()
         match entry.item:
             case Message() as item:
                 if content := _content(entry, item, clips, transcribed=transcribed):
@@ -270,7 +262,7 @@ async def chat_messages(
             case FunctionCall(call_id=id) | FunctionCallOutput(call_id=id) if id not in calls:
                 pass  # the arguments of the call were cut, or the call is not there (rule 4)
             case FunctionCall() as item:
-                arguments = decoder.decode(call_of(item), "arguments")
+                arguments = arguments_object(call_of(item), "arguments")
                 call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             case FunctionCallOutput() as item:

@@ -34,11 +34,6 @@ class Pacer:
         self._player.feed(now, duration_s)
         self.sent_s += duration_s
 
-    def stop(self, now: float) -> None:
-        """Record that the client plays nothing more of what has left."""
-        self.sent_s = self.played_s(now)
-        self._player.restart()
-
     def played_s(self, now: float) -> float:
         """Return how much of the sound the player has played."""
         return max(0.0, self.sent_s - self.unplayed_s(now))

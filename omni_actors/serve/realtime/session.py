@@ -22,7 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.errors import OmniError
 from omni_actors.serve.api.errors import renaming, to_http_error
-from omni_actors.serve.api.tools import ArgumentsDecoder
+from omni_actors.serve.api.tools import arguments_object
 from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.media.base64_data import from_base64
 from omni_actors.serve.realtime import events
@@ -324,7 +324,7 @@ class Session:
             message = f"item.type: no stage of {self._pipeline.system.pipeline.name!r} takes tools"
             raise bad_request(f"{message}; accepted: 'message'", "item.type", "unsupported_parameter")
         if isinstance(item, FunctionCall):
-            ArgumentsDecoder().decode(call_of(item), "item.arguments")
+            arguments_object(call_of(item), "item.arguments")
 
     async def _recordings(self, item: Item) -> dict[int, Recording]:
         """Take the recordings out of a client's message. Raises HTTPError."""

@@ -35,9 +35,7 @@ class SessionResponses:
         self._conversation_id = new_id("conv")
         self.current: Response | None = None
         self._latest: Response | None = None
-        """The newest response of the conversation."""
-        self._may_play = False
-        """Whether its sound may be played at the client: it was neither interrupted nor truncated."""
+        """The newest response of the conversation, unless it was interrupted."""
         self._apart: dict[str, Response] = {}
         """The responses out of the conversation that are in progress."""
 
@@ -75,7 +73,6 @@ class SessionResponses:
             self._apart[response.id] = response
         else:
             self.current = self._latest = response
-            self._may_play = True
         return response
 
     async def run(self, response: Response) -> None:
@@ -91,7 +88,7 @@ class SessionResponses:
         """Return whether an answer is computed or, as far as the server knows, played."""
         if self.current is not None:
             return True
-        return self._latest is not None and self._may_play and self._latest.pacer.unplayed_s(trio.current_time()) > 0
+        return self._latest is not None and self._latest.pacer.unplayed_s(trio.current_time()) > 0
 
     async def cancel(self, id: str | None) -> None:
         """End a response. id: its identifier; None: the response of the conversation. Raises HTTPError."""
@@ -102,12 +99,10 @@ class SessionResponses:
         await self._cut(found, "client_cancelled")
 
     async def clear_sound(self) -> None:
-        """Drop the sound that has not left. The client plays none after it. Raises HTTPError."""
-        if (response := self._latest) is None:
-            raise bad_request("there was no response, so no sound waits", None, "output_audio_buffer_empty")
-        if response is self.current:
-            await self._cut(response, "client_cancelled")
-        response.pacer.stop(trio.current_time())
+        """Drop the sound that has not left. Raises HTTPError."""
+        if (response := self.current) is None:
+            raise bad_request("no response is in progress, so no sound waits", None, "output_audio_buffer_empty")
+        await self._cut(response, "client_cancelled")
         self._outbox.post("output_audio_buffer.cleared", response_id=response.id)
 
     async def truncate(self, id: str, audio_end_ms: int) -> None:
@@ -116,30 +111,23 @@ class SessionResponses:
         if self.current is not None and self.current.message is entry:
             await self._cut(self.current, "client_cancelled")
         self._conversation.truncate(id, audio_end_ms)
-        if self._latest is not None and self._latest.message is entry:
-            self._may_play = False
         self._outbox.post("conversation.item.truncated", item_id=id, content_index=0, audio_end_ms=audio_end_ms)
 
     async def interrupt(self) -> None:
         """Cut the answer because the user speaks, and keep of it what was played. Raises HTTPError."""
-        if (response := self._latest) is None or not self._may_play:
+        if (response := self._latest) is None:
             return
         played_ms = int(1000 * response.pacer.played_s(trio.current_time()))
         if response is self.current:
             await self._cut(response, "turn_detected")
-        entry, self._may_play = response.message, False
+        entry, self._latest = response.message, None
         if entry is not None and entry in self._conversation.entries and entry.is_spoken:
             await self.truncate(entry.item.id, played_ms)
 
     def _given(self, items: Sequence[Item | ItemReference]) -> list[Entry]:
         """Return the entries of a response's input. Raises HTTPError."""
         entries = [self._given_entry(each) for each in items]
-        ids = set[str]()
         for entry in entries:
-            if entry.item.id in ids:
-                message = f"response.input: the item {quote_value(entry.item.id)} is there twice"
-                raise bad_request(message, "response.input")
-            ids.add(entry.item.id)
             require_call(entry.item, entries, "response.input")
         return entries
 

@@ -23,7 +23,7 @@ from omni_actors.serve.api import responses, schemas
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.tools import ArgumentsDecoder, NamedTool, call_schema
+from omni_actors.serve.api.tools import NamedTool, arguments_object, call_schema
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import decode
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
@@ -181,10 +181,9 @@ def _split_media(
     conversation: list[dict[str, Any]] = []
     files: list[MediaReference] = []
     count: Counter[str] = Counter()
-    arguments = ArgumentsDecoder()
     for place, message in messages:
         content: Any = message.content
-        calls = _tool_fields(message, place, pipeline, arguments)
+        calls = _tool_fields(message, place, pipeline)
         if content is None and message.tool_calls:
             content = ""
         if content is None:
@@ -206,9 +205,7 @@ def _split_media(
     return conversation, files
 
 
-def _tool_fields(
-    message: schemas.ChatMessage, param: str, pipeline: Pipeline, decoder: ArgumentsDecoder
-) -> dict[str, Any]:
+def _tool_fields(message: schemas.ChatMessage, param: str, pipeline: Pipeline) -> dict[str, Any]:
     """Return what a message says about calls of tools, as the pipeline takes it. Raises HTTPError."""
     is_result = message.role == "tool"
     if not is_result and not message.tool_calls:
@@ -222,7 +219,7 @@ def _tool_fields(
         return {"tool_call_id": message.tool_call_id or ""}
     calls = []
     for at, call in enumerate(message.tool_calls or ()):
-        arguments = decoder.decode(call, f"{param}.tool_calls[{at}].function.arguments")
+        arguments = arguments_object(call, f"{param}.tool_calls[{at}].function.arguments")
         function = {"name": call.function.name, "arguments": arguments}
         calls.append({"id": call.id, "type": "function", "function": function})
     return {"tool_calls": calls}

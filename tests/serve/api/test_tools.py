@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.serve.api.tools import ARGUMENTS_BYTES, ArgumentsDecoder, ToolCall, ToolCallFilter
-from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.api.tools import ToolCallFilter
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TIME = '<tool_call>{"name": "time"}</tool_call>'
@@ -44,25 +43,6 @@ def test_calls_are_found_however_the_text_is_cut(text: str, expected: str, calls
     piece, more = calls_filter.finish()
     assert "".join([*texts, piece]) == expected
     assert [(call.function.name, json.loads(call.function.arguments)) for call in [*found, *more]] == calls
-
-
-def test_a_call_that_is_too_expensive_to_decode_stays_text() -> None:
-    nested = '<tool_call>{"name": "x", "arguments": {"a":' + "[" * 5000 + "</tool_call>"
-    assert ToolCallFilter().push(nested) == (nested, [])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        ('{"a":' + "[" * 5000, "nested_too_deeply"),
-        ('{"a":[' + "9e-324," * 100_000, "too_many_values"),
-        ('{"a":"' + "x" * ARGUMENTS_BYTES + '"}', "too_much_text"),
-    ],
-)
-def test_the_cost_of_arguments_is_bounded(arguments: str, code: str) -> None:
-    with pytest.raises(HTTPError) as refused:
-        ArgumentsDecoder().decode(ToolCall.of("x", arguments), "item.arguments")
-    assert refused.value.code == code
 
 
 def test_calls_beyond_the_first_are_dropped_where_one_is_allowed() -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
-import trio
 
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.config import PCMU
 from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages
 from omni_actors.serve.realtime.input_audio import Recording
-from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part, check_item
+from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part
 
 
 def recorded(id: str, seconds: float, transcript: str | None = None) -> Entry:
@@ -93,29 +89,8 @@ def test_an_output_without_its_call_is_refused_and_in_no_request() -> None:
         conversation.add(returned("output", "call"), may_leave=True)
     assert (refused.value.code, refused.value.param) == ("invalid_tool_call_id", "item.call_id")
     assert ids(conversation) == ["a"]
-    messages = messages_of([returned("output", "call"), *conversation.entries])
+    messages, _ = chat_messages([returned("output", "call"), *conversation.entries], "", transcribed=True)
     assert messages == [{"role": "user", "content": "hello"}], "the older half of a conversation may be left out"
-
-
-def messages_of(entries: list[Entry]) -> list[dict[str, Any]]:
-    messages, _ = trio.run(partial(chat_messages, entries, "", transcribed=True))
-    return messages
-
-
-def test_all_text_of_an_item_counts_in_bytes() -> None:
-    assert Entry(Message(role="user", content=[Part("input_text", text="\N{GRINNING FACE}" * 10)])).nbytes == 40
-    surplus = Message(role="user", content=[Part("input_text", text="x", transcript="y" * 1000)])
-    with pytest.raises(HTTPError, match="has no transcript") as refused:
-        check_item(surplus)
-    assert refused.value.param == "item.content[0].transcript"
-
-
-def test_the_arguments_of_all_calls_are_decoded_within_one_bound() -> None:
-    dear = '{"a":[' + ",".join(["9e-324"] * 1500) + "]}"
-    calls = [Entry(FunctionCall(name="f", call_id=f"call_{n}", arguments=dear)) for n in range(3)]
-    assert len(messages_of(calls[:2])) == 2
-    with pytest.raises(HTTPError, match="too many values"):
-        messages_of(calls)
 
 
 def answer(transcript: str) -> Entry:
@@ -126,7 +101,7 @@ def test_a_call_whose_arguments_were_cut_is_in_no_later_request() -> None:
     cut = FunctionCall(name="weather", call_id="call_1", arguments='{"city": "Ro', status="incomplete")
     whole = FunctionCall(name="weather", call_id="call_2", arguments='{"city": "Rome"}', status="completed")
     returned = FunctionCallOutput(call_id="call_1", output="sunny")
-    messages = messages_of([Entry(cut), Entry(returned), Entry(whole)])
+    messages, _ = chat_messages([Entry(cut), Entry(returned), Entry(whole)], "", transcribed=True)
     assert [call["id"] for message in messages for call in message["tool_calls"]] == ["call_2"]
 
 
