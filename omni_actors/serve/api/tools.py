@@ -4,6 +4,7 @@ Rules
 1. A model of the Hermes and Qwen families writes a call as ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
 2. Text that is not such a call stays text, also between the tags.
 3. White space beside a call is not part of the answer.
+4. The JSON of a call is decoded on the event loop, so its size, its cost and its depth are bounded first.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+import trio
 from msgspec import Meta
 
-from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.api.json_body import SLICE_BYTES, DecodingCost
+from omni_actors.serve.http.errors import HTTPError, bad_request
 
+MAX_CALL_BYTES = 1 << 18
+"""The limit of the JSON of one call, or of its arguments, in UTF-8."""
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -92,20 +97,40 @@ def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
 
 
 def written_call(text: str) -> ToolCall | None:
-    """Return the call that this text is; None if it is no call."""
+    """Return the call that this text is; None if it is no call, or one that is too large or nested too deeply."""
     try:
-        call = msgspec.json.decode(text.strip(), type=_Written)
-    except (msgspec.DecodeError, UnicodeError):
+        call = msgspec.json.decode(_measured(text.strip(), DecodingCost("call")), type=_Written)
+    except (msgspec.DecodeError, UnicodeError, HTTPError):
         return None
     return ToolCall.of(call.name, msgspec.json.encode(call.arguments).decode())
 
 
-def arguments_object(call: ToolCall, param: str) -> dict[str, Any]:
-    """Return the arguments of a call in a client's message. Raises HTTPError."""
+async def arguments_object(call: ToolCall, param: str) -> dict[str, Any]:
+    """Return the arguments of a call in a client's message. A checkpoint follows: a request may have many calls.
+
+    param: the client's name of the arguments.
+
+    Raises HTTPError: they are not a JSON object, or would take too long to decode.
+    """
     try:
-        return msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+        document = _measured(call.function.arguments or "{}", DecodingCost("JSON object"))
+        found = msgspec.json.decode(document, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError) as error:
         raise bad_request(f"{param}: not a JSON object: {error}", param) from error
+    except HTTPError as error:
+        raise bad_request(f"{param}: {error.message}", param, error.code) from error
+    await trio.lowlevel.checkpoint()
+    return found
+
+
+def _measured(text: str, cost: DecodingCost) -> bytes:
+    """Return JSON as bytes. Raises HTTPError: it would take too long to decode. UnicodeError: it is not Unicode."""
+    document = text.encode()
+    if len(document) > MAX_CALL_BYTES:
+        raise bad_request(f"more than {MAX_CALL_BYTES} bytes", code="too_much_text")
+    for at in range(0, len(document), SLICE_BYTES):
+        cost.add(document[at : at + SLICE_BYTES])
+    return document
 
 
 class ToolCallFilter:

@@ -243,12 +243,14 @@ def require_call(item: Item, entries: Sequence[Entry], param: str) -> None:
         raise bad_request(message, f"{param}.call_id", "invalid_tool_call_id")
 
 
-def chat_messages(
+async def chat_messages(
     entries: Sequence[Entry], instructions: str, *, transcribed: bool
 ) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
     """Return the messages of a conversation, and its recordings, to which the messages refer by index.
 
     transcribed: whether the pipeline has a transcriber (rule 3). The words are known then, or their error is.
+
+    There is a checkpoint after each recording and each call, because there may be many.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     clips: list[AudioChunk] = []
@@ -257,12 +259,12 @@ def chat_messages(
     for entry in entries:
         match entry.item:
             case Message() as item:
-                if content := _content(entry, item, clips, transcribed=transcribed):
+                if content := await _content(entry, item, clips, transcribed=transcribed):
                     messages.append({"role": item.role, "content": content})
             case FunctionCall(call_id=id) | FunctionCallOutput(call_id=id) if id not in calls:
                 pass  # the arguments of the call were cut, or the call is not there (rule 4)
             case FunctionCall() as item:
-                arguments = arguments_object(call_of(item), "arguments")
+                arguments = await arguments_object(call_of(item), "arguments")
                 call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             case FunctionCallOutput() as item:
@@ -275,13 +277,14 @@ def call_of(item: FunctionCall) -> ToolCall:
     return ToolCall(item.call_id, ChatFunctionCall(item.name, item.arguments))
 
 
-def _content(entry: Entry, item: Message, clips: list[AudioChunk], *, transcribed: bool) -> str | Sequence[Any]:
+async def _content(entry: Entry, item: Message, clips: list[AudioChunk], *, transcribed: bool) -> str | Sequence[Any]:
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(item.content):
         recording = entry.recordings.get(index)
         if recording is not None and not transcribed:
             parts.append({"type": "audio", "index": len(clips)})
             clips.append(recording.clip())
+            await trio.lowlevel.checkpoint()  # a long recording takes milliseconds to decode
         elif part.words:
             parts.append({"type": "text", "text": part.words})
     if all(part["type"] == "text" for part in parts):

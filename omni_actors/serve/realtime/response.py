@@ -158,7 +158,7 @@ class Response:
         """Read the answer of the model. script: receives the text to speak, if a request of its own speaks it."""
         entries = self.entries
         while True:
-            generation = self._begin(entries)
+            generation = await self._begin(entries)
             try:
                 async for output in generation:
                     await self._outbox.wait_room()
@@ -181,9 +181,9 @@ class Response:
         if self._finish_reason != "length":  # else the last call was cut, and the end of the response ends it
             self._events.end_call()
 
-    def _begin(self, entries: Sequence[Entry]) -> Generation:
+    async def _begin(self, entries: Sequence[Entry]) -> Generation:
         """Submit the request. Raises OmniError."""
-        messages, clips = chat_messages(
+        messages, clips = await chat_messages(
             entries, self._settings.config.instructions, transcribed=self._pipeline.transcribes
         )
         return self._pipeline.generate(messages, clips, self._settings)

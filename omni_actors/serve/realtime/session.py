@@ -186,6 +186,9 @@ class Session:
             case events.ItemRetrieve(item_id=id):
                 self._outbox.post("conversation.item.retrieved", item=self._conversation.find(id).retrieved())
             case events.ResponseCreate(response=asked):
+                for each in asked.input or () if asked is not None else ():
+                    if not isinstance(each, ItemReference):
+                        await self._check_tools(each, "response.input")
                 self._respond(asked or ResponseParams())
             case events.ResponseCancel(response_id=id):
                 await self._responses.cancel(id)
@@ -314,17 +317,17 @@ class Session:
     async def _create(self, item: Item, after: str | None) -> None:
         """Raises HTTPError."""
         check_item(item)
-        self._check_tools(item)
+        await self._check_tools(item, "item")
         item.status = "completed"
         self._add(Entry(item, await self._recordings(item)), after)
 
-    def _check_tools(self, item: Item) -> None:
+    async def _check_tools(self, item: Item, param: str) -> None:
         """Raises HTTPError."""
         if isinstance(item, FunctionCall | FunctionCallOutput) and not self._pipeline.takes_tools:
-            message = f"item.type: no stage of {self._pipeline.system.pipeline.name!r} takes tools"
-            raise bad_request(f"{message}; accepted: 'message'", "item.type", "unsupported_parameter")
+            message = f"{param}.type: no stage of {self._pipeline.system.pipeline.name!r} takes tools"
+            raise bad_request(f"{message}; accepted: 'message'", f"{param}.type", "unsupported_parameter")
         if isinstance(item, FunctionCall):
-            arguments_object(call_of(item), "item.arguments")
+            await arguments_object(call_of(item), f"{param}.arguments")
 
     async def _recordings(self, item: Item) -> dict[int, Recording]:
         """Take the recordings out of a client's message. Raises HTTPError."""
@@ -363,9 +366,6 @@ class Session:
     def _respond(self, asked: ResponseParams) -> None:
         """Begin a response. Raises HTTPError."""
         self._check_modalities(asked.applied_to(self._config), "response.")
-        for item in asked.input or ():
-            if not isinstance(item, ItemReference):
-                self._check_tools(item)
         response = self._responses.begin(self._config, asked, self._params)
         self._transcribe_again(response.entries)
         assert self._nursery is not None

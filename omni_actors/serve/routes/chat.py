@@ -72,7 +72,7 @@ async def begin(
     names = {name: (renamed or {}).get(client_name, client_name) for name, client_name in names.items()}
     modalities = _modalities(body, system.pipeline)
     completion = ChatCompletion(body, names, modalities, prefix)
-    messages, references = _split_media(list(zip(places, body.messages, strict=True)), system.pipeline)
+    messages, references = await _split_media(list(zip(places, body.messages, strict=True)), system.pipeline)
     require_accepted([(each.kind, each.param) for each in references], system.pipeline)
     data: dict[str, list[Any]] = {"audio": []}
     for reference, file in zip(references, await media.load(references, ticket), strict=True):
@@ -171,7 +171,7 @@ def _tool_parameters(body: schemas.ChatRequest) -> list[tuple[str, str, Any]]:
     return found
 
 
-def _split_media(
+async def _split_media(
     messages: Sequence[tuple[str, schemas.ChatMessage]], pipeline: Pipeline
 ) -> tuple[list[dict[str, Any]], list[MediaReference]]:
     """Return the conversation as the pipeline takes it, with files by index, and the files. Raises HTTPError.
@@ -183,7 +183,7 @@ def _split_media(
     count: Counter[str] = Counter()
     for place, message in messages:
         content: Any = message.content
-        calls = _tool_fields(message, place, pipeline)
+        calls = await _tool_fields(message, place, pipeline)
         if content is None and message.tool_calls:
             content = ""
         if content is None:
@@ -205,7 +205,7 @@ def _split_media(
     return conversation, files
 
 
-def _tool_fields(message: schemas.ChatMessage, param: str, pipeline: Pipeline) -> dict[str, Any]:
+async def _tool_fields(message: schemas.ChatMessage, param: str, pipeline: Pipeline) -> dict[str, Any]:
     """Return what a message says about calls of tools, as the pipeline takes it. Raises HTTPError."""
     is_result = message.role == "tool"
     if not is_result and not message.tool_calls:
@@ -219,7 +219,7 @@ def _tool_fields(message: schemas.ChatMessage, param: str, pipeline: Pipeline) -
         return {"tool_call_id": message.tool_call_id or ""}
     calls = []
     for at, call in enumerate(message.tool_calls or ()):
-        arguments = arguments_object(call, f"{param}.tool_calls[{at}].function.arguments")
+        arguments = await arguments_object(call, f"{param}.tool_calls[{at}].function.arguments")
         function = {"name": call.function.name, "arguments": arguments}
         calls.append({"id": call.id, "type": "function", "function": function})
     return {"tool_calls": calls}

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.serve.api.tools import ToolCallFilter
+from omni_actors.serve.api.json_body import MAX_DEPTH
+from omni_actors.serve.api.tools import MAX_CALL_BYTES, ToolCall, ToolCallFilter, arguments_object, written_call
+from omni_actors.serve.http.errors import HTTPError
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TIME = '<tool_call>{"name": "time"}</tool_call>'
@@ -54,3 +56,31 @@ def test_calls_beyond_the_first_are_dropped_where_one_is_allowed() -> None:
 
 def test_text_that_cannot_begin_a_call_is_not_pending() -> None:
     assert ToolCallFilter().push("hello <b>")[0] == "hello <b>"
+
+
+DEAR = {
+    "nested_too_deeply": '{"a": ' + "[" * 5000,
+    "too_many_values": '{"a": [' + ",".join(["9e-324"] * 300_000) + "]}",
+    "too_much_text": '{"a": "' + "x" * MAX_CALL_BYTES + '"}',
+}
+"""Arguments that would overflow the stack, or take seconds to decode, by the code of their refusal."""
+
+
+@pytest.mark.parametrize("code", DEAR)
+async def test_arguments_that_are_dear_to_decode_are_refused_by_name(code: str) -> None:
+    arguments = DEAR[code] if code != "too_many_values" else DEAR[code][: MAX_CALL_BYTES - 100]
+    with pytest.raises(HTTPError) as refused:
+        await arguments_object(ToolCall.of("weather", arguments), "item.arguments")
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, "item.arguments", code)
+    assert refused.value.message.startswith("item.arguments: ")
+    written = f'{{"name": "weather", "arguments": {arguments}}}'
+    assert written_call(written) is None
+    assert ToolCallFilter().push(f"<tool_call>{written}</tool_call>") == (f"<tool_call>{written}</tool_call>", [])
+
+
+async def test_arguments_up_to_the_bounds_are_decoded() -> None:
+    levels = MAX_DEPTH - 1  # the object is one
+    call = ToolCall.of("weather", '{"a": ' + "[" * levels + "]" * levels + "}")
+    assert "a" in await arguments_object(call, "item.arguments")
+    text = "é" * (MAX_CALL_BYTES // 2 - 10)
+    assert await arguments_object(ToolCall.of("weather", json.dumps({"a": text}, ensure_ascii=False)), "x") == {"a": text}

@@ -82,14 +82,14 @@ def test_a_call_that_waits_for_its_output_stays_until_only_such_calls_are_left()
     assert conversation.add(called("fourth"), may_leave=True) == ["first", "output"], "it waits no longer"
 
 
-def test_an_output_without_its_call_is_refused_and_in_no_request() -> None:
+async def test_an_output_without_its_call_is_refused_and_in_no_request() -> None:
     conversation = Conversation(max_items=3, max_bytes=1000)
     conversation.insert(recorded("a", 0.01, "hello"))
     with pytest.raises(HTTPError) as refused:
         conversation.add(returned("output", "call"), may_leave=True)
     assert (refused.value.code, refused.value.param) == ("invalid_tool_call_id", "item.call_id")
     assert ids(conversation) == ["a"]
-    messages, _ = chat_messages([returned("output", "call"), *conversation.entries], "", transcribed=True)
+    messages, _ = await chat_messages([returned("output", "call"), *conversation.entries], "", transcribed=True)
     assert messages == [{"role": "user", "content": "hello"}], "the older half of a conversation may be left out"
 
 
@@ -97,11 +97,11 @@ def answer(transcript: str) -> Entry:
     return Entry(Message(role="assistant", content=[Part("output_audio", transcript=transcript)]))
 
 
-def test_a_call_whose_arguments_were_cut_is_in_no_later_request() -> None:
+async def test_a_call_whose_arguments_were_cut_is_in_no_later_request() -> None:
     cut = FunctionCall(name="weather", call_id="call_1", arguments='{"city": "Ro', status="incomplete")
     whole = FunctionCall(name="weather", call_id="call_2", arguments='{"city": "Rome"}', status="completed")
     returned = FunctionCallOutput(call_id="call_1", output="sunny")
-    messages, _ = chat_messages([Entry(cut), Entry(returned), Entry(whole)], "", transcribed=True)
+    messages, _ = await chat_messages([Entry(cut), Entry(returned), Entry(whole)], "", transcribed=True)
     assert [call["id"] for message in messages for call in message["tool_calls"]] == ["call_2"]
 
 

@@ -20,11 +20,18 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
-from tests.support.realtime import check_event
+from tests.support.realtime import check_event, session
 
 MAX_EVENT_BYTES = 100_000
 SOUND = base64.b64encode(bytes(9600)).decode()
 CODES = {1000, 1002, 1003, 1007, 1009}
+COSTLY = '{"a": [' + ",".join(["9e-324"] * 5000) + "]}"
+"""Arguments of a call that would take long to decode."""
+DEEP = '{"a": ' + "[" * 5000
+CALLS: tuple[dict[str, Any], ...] = tuple(
+    {"type": "conversation.item.create", "item": {"type": "function_call", "name": "x", "arguments": arguments}}
+    for arguments in (COSTLY, DEEP, "{}")
+)
 EVENTS: tuple[dict[str, Any], ...] = (
     {"type": "session.update", "session": {"output_modalities": ["text"]}},
     {"type": "session.update", "session": {"audio": {"input": {"format": {"type": "audio/pcmu"}}}}},
@@ -44,6 +51,8 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"type": "conversation.item.delete", "item_id": "a"},
     {"type": "response.create"},
     {"type": "response.create", "response": {"conversation": "none", "input": []}},
+    *CALLS,
+    *({"type": "response.create", "response": {"conversation": "none", "input": [each["item"]]}} for each in CALLS),
     {"type": "response.cancel"},
 )
 
@@ -159,6 +168,17 @@ def settled(server: Server) -> None:
 
 def test_hostile_sessions_leave_nothing(server: Server) -> None:
     run(server, range(150))
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(COSTLY, "too_many_values"), (DEEP, "nested_too_deeply")])
+def test_calls_that_are_dear_to_decode_are_refused(writer: Server, arguments: str, code: str) -> None:
+    call = {"type": "function_call", "name": "x", "arguments": arguments}
+    with session(writer) as talk:
+        error = talk.error("conversation.item.create", item=call)
+        assert (error["code"], error["param"]) == (code, "item.arguments")
+        error = talk.error("response.create", response={"input": [call]})
+        assert (error["code"], error["param"]) == (code, "response.input.arguments")
+        talk.ask("still there")
 
 
 @pytest.mark.slow

@@ -148,10 +148,11 @@ def test_calls_and_their_results_may_be_sent_back(client: openai.OpenAI) -> None
         {"role": "tool", "tool_call_id": "call_1", "content": "30 °C"},
     ]
     assert ask(client, messages=messages, tools=[WEATHER]).usage.prompt_tokens > ask(client).usage.prompt_tokens
-    call["function"] = {"name": "weather", "arguments": "[]"}
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, messages=messages, tools=[WEATHER])
-    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+    for arguments in ("[]", '{"a": ' + "[" * 5000, '{"a": [' + "9e-324," * 5000):
+        call["function"] = {"name": "weather", "arguments": arguments}
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, messages=messages, tools=[WEATHER])
+        assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
 
 
 @pytest.mark.slow  # it needs a server of its own
