@@ -81,15 +81,16 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the recordings and, about, of the text."""
+        """The bytes of the recordings and, in UTF-8, of all text but the identifier, which is short."""
+        texts: list[str | None]
         match self.item:
             case Message(content=parts):
-                text = sum(len(part.words) for part in parts)
-            case FunctionCall(arguments=arguments):
-                text = len(arguments)
+                texts = [text for part in parts for text in (part.text, part.transcript)]
+            case FunctionCall(name=name, arguments=arguments):
+                texts = [self.item.call_id, name, arguments]
             case FunctionCallOutput(output=output):
-                text = len(output)
-        return text + self.recorded_bytes
+                texts = [self.item.call_id, output]
+        return sum(_utf8_bytes(text) for text in texts if text) + self.recorded_bytes
 
     @property
     def recorded_bytes(self) -> int:
@@ -101,6 +102,10 @@ class Entry:
         for index, recording in self.recordings.items():
             found["content"][index]["audio"] = to_base64(recording.data)
         return found
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 class _Room(NamedTuple):

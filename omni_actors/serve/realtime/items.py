@@ -20,6 +20,13 @@ _PARTS = {
     "assistant": ("output_text", "output_audio"),
 }
 """The types of content that a message of each role may have."""
+_FIELDS = {
+    "input_text": ("text",),
+    "input_audio": ("audio", "transcript"),
+    "output_text": ("text",),
+    "output_audio": ("transcript", "audio"),
+}
+"""The fields that a part of each type may have. The first one is required."""
 
 
 class Part(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -79,7 +86,7 @@ def new_id(prefix: str) -> str:
 
 
 def check_item(item: Item, param: str = "item") -> None:
-    """Refuse a client's message whose parts do not fit its role. Raises HTTPError."""
+    """Refuse a client's message whose parts do not fit its role, or have fields of another type. Raises HTTPError."""
     if not isinstance(item, Message):
         return
     for index, part in enumerate(item.content):
@@ -88,9 +95,15 @@ def check_item(item: Item, param: str = "item") -> None:
             accepted = ", ".join(map(repr, _PARTS[item.role]))
             message = f"{place}.type: a message of the {item.role} cannot have {part.type!r}; accepted: {accepted}"
             raise bad_request(message, f"{place}.type")
-        field = {"input_text": "text", "output_text": "text", "input_audio": "audio"}.get(part.type, "transcript")
-        if getattr(part, field) is None:
-            raise bad_request(f"{place}.{field} is missing", f"{place}.{field}", "missing_required_parameter")
+        fields = _FIELDS[part.type]
+        if getattr(part, fields[0]) is None:
+            field = f"{place}.{fields[0]}"
+            raise bad_request(f"{field} is missing", field, "missing_required_parameter")
+        for name in ("text", "audio", "transcript"):
+            if name not in fields and getattr(part, name) is not None:
+                accepted = ", ".join(map(repr, fields))
+                message = f"{place}.{name}: {part.type!r} has no such field; accepted: {accepted}"
+                raise bad_request(message, f"{place}.{name}", "unknown_parameter")
 
 
 def wire(item: Item, *, with_audio: bool = False) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.config import PCMU
 from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages
 from omni_actors.serve.realtime.input_audio import Recording
-from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part
+from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part, check_item
 
 
 def recorded(id: str, seconds: float, transcript: str | None = None) -> Entry:
@@ -111,3 +111,35 @@ def test_an_answer_that_is_cut_before_its_first_sound_keeps_no_word() -> None:
     assert entry.is_spoken
     conversation.truncate(entry.item.id, 0)
     assert entry.item.content[0].transcript == ""
+
+
+@pytest.mark.parametrize(
+    ("part", "surplus"),
+    [
+        (Part("input_text", text="x", transcript="more"), "transcript"),
+        (Part("input_text", text="x", audio="AAAA"), "audio"),
+        (Part("input_audio", audio="AAAA", text="more"), "text"),
+        (Part("output_text", text="x", transcript=""), "transcript"),
+        (Part("output_audio", transcript="x", text="more"), "text"),
+    ],
+)
+def test_a_part_with_a_field_of_another_type_is_refused(part: Part, surplus: str) -> None:
+    message = Message(role="assistant" if part.type.startswith("output") else "user", content=[part])
+    with pytest.raises(HTTPError) as refused:
+        check_item(message)
+    assert (refused.value.code, refused.value.param) == ("unknown_parameter", f"item.content[0].{surplus}")
+    setattr(part, surplus, None)
+    check_item(message)
+
+
+@pytest.mark.parametrize(
+    ("item", "size"),
+    [
+        (Message(id="a", role="user", content=[Part("input_text", text="é" * 10)]), 20),
+        (Message(id="a", role="user", content=[Part("input_audio", transcript="€" * 10)]), 30),
+        (FunctionCall(id="a", name="weather", call_id="of_a", arguments='{"a": "é"}'), 7 + 4 + 11),
+        (FunctionCallOutput(id="a", call_id="of_a", output="😀"), 4 + 4),
+    ],
+)
+def test_the_text_of_an_item_counts_in_utf_8(item: Message | FunctionCall | FunctionCallOutput, size: int) -> None:
+    assert Entry(item).nbytes == size
