@@ -121,7 +121,7 @@ class Conversation:
     """The items of one conversation. See the rules."""
 
     def __init__(self, *, max_items: int, max_bytes: int) -> None:
-        self._max_items, self._max_bytes = max_items, max_bytes
+        self._max_items, self.max_bytes = max_items, max_bytes
         self.entries: list[Entry] = []
 
     def make_room(self, *, may_leave: bool) -> list[str]:
@@ -149,7 +149,7 @@ class Conversation:
     def _find_room(self, new: Entry | None, *, may_leave: bool) -> _Room:
         """Return what has to be dropped for a new entry or an answer. Raises HTTPError: the conversation is full."""
         items = len(self.entries) + 1 - self._max_items
-        excess = sum(entry.nbytes for entry in self.entries) + (0 if new is None else new.nbytes) - self._max_bytes
+        excess = sum(entry.nbytes for entry in self.entries) + (0 if new is None else new.nbytes) - self.max_bytes
         recorded, leaving = list[Entry](), list[Entry]()
         for entry in self.entries:
             if excess > 0 and entry.recordings and entry.words_known.is_set() and entry.error is None:
@@ -165,7 +165,7 @@ class Conversation:
             message = f"the conversation has {self._max_items} items, which is the limit; delete some"
             raise bad_request(message, None, "conversation_full")
         if excess > 0:
-            message = f"the conversation has more than {self._max_bytes} bytes; delete items"
+            message = f"the conversation has more than {self.max_bytes} bytes; delete items"
             raise bad_request(message, None, "conversation_full")
         return _Room(recorded, leaving)
 

@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,9 +127,17 @@ class SessionResponses:
 
     def _given(self, items: Sequence[Item | ItemReference]) -> list[Entry]:
         """Return the entries of a response's input. Raises HTTPError."""
+        referred = Counter(each.id for each in items if isinstance(each, ItemReference))
+        for id, times in referred.items():
+            if times > 1:
+                message = f"response.input: the item {quote_value(id)} is referred to {times} times; accepted: once"
+                raise bad_request(message, "response.input", "duplicate_item")
         entries = [self._given_entry(each) for each in items]
         for entry in entries:
             require_call(entry.item, entries, "response.input")
+        if sum(entry.nbytes for entry in entries) > self._conversation.max_bytes:
+            message = f"response.input has more than {self._conversation.max_bytes} bytes of text and recordings"
+            raise bad_request(message, "response.input", "input_too_large")
         return entries
 
     def _given_entry(self, item: Item | ItemReference) -> Entry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import trio
 
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.config import PCMU
@@ -143,3 +144,20 @@ def test_a_part_with_a_field_of_another_type_is_refused(part: Part, surplus: str
 )
 def test_the_text_of_an_item_counts_in_utf_8(item: Message | FunctionCall | FunctionCallOutput, size: int) -> None:
     assert Entry(item).nbytes == size
+
+
+async def test_other_tasks_run_between_the_recordings_of_a_request() -> None:
+    entries, steps = [recorded(str(n), 1) for n in range(10)], 0
+
+    async def step() -> None:
+        nonlocal steps
+        while True:
+            steps += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(step)
+        _, clips = await chat_messages(entries, "", transcribed=False)
+        nursery.cancel_scope.cancel()
+    assert len(clips) == 10
+    assert steps >= 10

@@ -191,6 +191,19 @@ def test_recordings_come_as_items_too_and_a_response_may_refer_to_them(talk: Ses
     assert talk.until("conversation.item.done")[-1]["item"]["role"] == "system"
 
 
+def test_the_input_of_a_response_is_bounded(start: Start) -> None:
+    with start("--session-bytes", "2000") as server, session(server) as talk:
+        item = talk.ask("x" * 1500)
+        reference = {"type": "item_reference", "id": item["id"]}
+        error = talk.error("response.create", response={**TEXT, "input": [reference] * 2})
+        assert (error["code"], error["param"]) == ("duplicate_item", "response.input")
+        more = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "é" * 300}]}
+        error = talk.error("response.create", response={**TEXT, "input": [reference, more]})
+        assert (error["code"], error["param"]) == ("input_too_large", "response.input")
+        events = talk.respond(**TEXT, input=[reference], conversation="none")
+        assert events[-1]["response"]["status"] == "completed"
+
+
 def test_a_spoken_answer_is_paced_cancelled_and_truncated(talk: Session) -> None:
     talk.ask("word " * 100)  # 30 s of sound
     talk.send("response.create")
