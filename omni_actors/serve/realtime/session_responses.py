@@ -5,6 +5,7 @@ Rules
    the conversation. They are no part of turn taking: speech does not cut them, and they keep no turn from an answer.
 2. A response is cut in ``_cut`` alone. What follows in the conversation comes after its last events.
 3. The newest response of the conversation may be played at the client after its end: ``pacer`` says what was played.
+   It counts as not playing when speech or the client has stopped it. So speech never restores words that were dropped.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class SessionResponses:
         self._pipeline, self._outbox, self._conversation = pipeline, outbox, conversation
         self._conversation_id = new_id("conv")
         self.current: Response | None = None
-        self._latest: Response | None = None
-        """The newest response of the conversation, unless it was interrupted."""
+        self._playing: Response | None = None
+        """The newest response of the conversation, unless speech or the client has stopped it (rule 3)."""
+        self._latest_id: str | None = None
+        """The identifier of the newest response of the conversation."""
         self._apart: dict[str, Response] = {}
         """The responses out of the conversation that are in progress."""
 
@@ -73,7 +76,8 @@ class SessionResponses:
         if is_apart:
             self._apart[response.id] = response
         else:
-            self.current = self._latest = response
+            self.current = self._playing = response
+            self._latest_id = response.id
         return response
 
     async def run(self, response: Response) -> None:
@@ -89,7 +93,11 @@ class SessionResponses:
         """Return whether an answer is computed or, as far as the server knows, played."""
         if self.current is not None:
             return True
-        return self._latest is not None and self._latest.pacer.unplayed_s(trio.current_time()) > 0
+        return self._playing is not None and self.unplayed_s(self._playing) > 0
+
+    def unplayed_s(self, response: Response) -> float:
+        """Return how long a response of the conversation will be played, as far as the server knows."""
+        return response.pacer.unplayed_s(trio.current_time()) if response is self._playing else 0.0
 
     async def cancel(self, id: str | None) -> None:
         """End a response. id: its identifier; None: the response of the conversation. Raises HTTPError."""
@@ -97,33 +105,38 @@ class SessionResponses:
         if found is None:
             which = "no response is in progress" if id is None else f"the response {quote_value(id)} is not in progress"
             raise bad_request(which, "response_id", "response_cancel_not_active")
-        await self._cut(found, "client_cancelled")
+        await self._stop(found)
 
     async def clear_sound(self) -> None:
-        """Drop the sound that has not left. Raises HTTPError."""
-        if (response := self.current) is None:
-            raise bad_request("no response is in progress, so no sound waits", None, "output_audio_buffer_empty")
-        await self._cut(response, "client_cancelled")
-        self._outbox.post("output_audio_buffer.cleared", response_id=response.id)
+        """Drop the sound of the newest response. It is no error if there is none left. Raises HTTPError."""
+        if (id := self._latest_id) is None:
+            raise bad_request("there was no response, so no sound waits", None, "output_audio_buffer_empty")
+        self._playing = None
+        if self.current is not None:
+            await self._stop(self.current)
+        self._outbox.post("output_audio_buffer.cleared", response_id=id)
 
     async def truncate(self, id: str, audio_end_ms: int) -> None:
         """Keep of a spoken answer what was heard in so many milliseconds. Raises HTTPError."""
         entry = self._conversation.check_truncation(id, audio_end_ms)
-        if self.current is not None and self.current.message is entry:
-            await self._cut(self.current, "client_cancelled")
-        self._conversation.truncate(id, audio_end_ms)
-        self._outbox.post("conversation.item.truncated", item_id=id, content_index=0, audio_end_ms=audio_end_ms)
+        if (response := self._playing) is not None and response.message is entry:
+            await self._stop(response)
+        self._truncate(id, audio_end_ms)
 
     async def interrupt(self) -> None:
         """Cut the answer because the user speaks, and keep of it what was played. Raises HTTPError."""
-        if (response := self._latest) is None:
+        if (response := self._playing) is None:
             return
         played_ms = int(1000 * response.pacer.played_s(trio.current_time()))
         if response is self.current:
             await self._cut(response, "turn_detected")
-        entry, self._latest = response.message, None
+        entry, self._playing = response.message, None
         if entry is not None and entry in self._conversation.entries and entry.is_spoken:
-            await self.truncate(entry.item.id, played_ms)
+            self._truncate(entry.item.id, played_ms)
+
+    def _truncate(self, id: str, audio_end_ms: int) -> None:
+        self._conversation.truncate(id, audio_end_ms)
+        self._outbox.post("conversation.item.truncated", item_id=id, content_index=0, audio_end_ms=audio_end_ms)
 
     def _given(self, items: Sequence[Item | ItemReference]) -> list[Entry]:
         """Return the entries of a response's input. Raises HTTPError."""
@@ -148,6 +161,13 @@ class SessionResponses:
             message = "response.input: recordings come from the conversation; accepted: text and 'item_reference'"
             raise bad_request(message, "response.input", "unsupported_input")
         return Entry(item)
+
+    async def _stop(self, response: Response) -> None:
+        """Cut a response for the client, if it is in progress. From now on it counts as not playing."""
+        if response is self._playing:
+            self._playing = None
+        if response in self.in_progress:
+            await self._cut(response, "client_cancelled")
 
     async def _cut(self, response: Response, reason: CancelReason) -> None:
         """End the response in progress, and wait until its last events are posted."""

@@ -258,8 +258,25 @@ def test_one_response_at_a_time(talk: Session) -> None:
     assert (error["code"], error["event_id"]) == ("conversation_already_has_active_response", "mine")
     talk.send("output_audio_buffer.clear")
     assert talk.until("output_audio_buffer.cleared")
-    assert talk.error("output_audio_buffer.clear")["code"] == "output_audio_buffer_empty"
     assert talk.error("response.cancel")["code"] == "response_cancel_not_active"
+
+
+def test_sound_is_cleared_after_a_cancellation_and_after_the_end_too(talk: Session) -> None:
+    assert talk.error("output_audio_buffer.clear")["code"] == "output_audio_buffer_empty"
+    talk.ask("word " * 50)
+    talk.send("response.create")
+    talk.until("response.output_audio.delta")
+    talk.send("response.cancel")
+    cut = talk.until("response.done")[-1]["response"]["id"]
+    for _ in range(2):
+        talk.send("output_audio_buffer.clear")
+        cleared = talk.receive()
+        assert (cleared["type"], cleared["response_id"]) == ("output_audio_buffer.cleared", cut)
+    talk.ask("word")
+    whole = talk.respond()[-1]["response"]
+    talk.send("output_audio_buffer.clear")
+    cleared = talk.receive()
+    assert (whole["status"], cleared["response_id"]) == ("completed", whole["id"])
 
 
 @pytest.mark.parametrize(

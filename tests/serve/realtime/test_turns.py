@@ -131,6 +131,37 @@ def test_an_answer_goes_on_through_a_backchannel(talk: Session) -> None:
     assert events[-1]["item_id"] == item_id
 
 
+@pytest.mark.parametrize("event", ["response.cancel", "output_audio_buffer.clear", "conversation.item.truncate"])
+def test_speech_does_not_restore_the_words_that_the_client_dropped(talk: Session, event: str) -> None:
+    item_id = answer(talk)
+    for _ in range(7):
+        talk.until("response.output_audio.delta")  # 1.6 s of sound
+    if event != "conversation.item.truncate":
+        talk.send(event)
+        talk.until("response.done")
+    talk.send("conversation.item.truncate", item_id=item_id, content_index=0, audio_end_ms=300)
+    talk.until("conversation.item.truncated")
+    talk.hear(pcm(say(SENTENCES[0])) + silence(1))
+    assert "conversation.item.truncated" not in [each["type"] for each in talk.until("input_audio_buffer.committed")]
+    talk.send("conversation.item.retrieve", item_id=item_id)
+    [part] = talk.until("conversation.item.retrieved")[-1]["item"]["content"]
+    assert len(part["transcript"].split()) <= 3
+
+
+def test_a_backchannel_is_a_turn_after_the_client_has_stopped_the_answer(talk: Session) -> None:
+    settings = {"type": "server_vad", "ignore_backchannels": True}
+    talk.send("session.update", session={"type": "realtime", "audio": {"input": {"turn_detection": settings}}})
+    assert talk.websocket.recv(60)  # the client's types do not know this extension
+    answer(talk)
+    for _ in range(7):
+        talk.until("response.output_audio.delta")  # 1.6 s of sound
+    talk.send("response.cancel")
+    talk.until("response.done")
+    talk.hear(silence(0.5) + pcm(say("Yeah.")) + silence(1))
+    talk.send("conversation.item.retrieve", event_id="last", item_id="x")
+    assert "input_audio_buffer.committed" in [event["type"] for event in talk.until("error")]
+
+
 def test_a_user_who_says_nothing_is_answered(talk: Session) -> None:
     detect(talk, {"type": "server_vad", "idle_timeout_ms": 5000})
     talk.ask("hello")
