@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from typing import Any
 
 import httpx2
@@ -86,7 +85,7 @@ def answer_part(event: httpx2.ServerSentEvent) -> AnswerPart:
             finish_reason=choice.finish_reason,
             sent_s=chunk.sent_s,
         )
-    except (msgspec.DecodeError, binascii.Error) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # base64 of other characters; too deep
         raise ServerError("invalid answer", f"an event of the answer has an unexpected form: {error}") from error
 
 

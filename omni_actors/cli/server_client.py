@@ -218,5 +218,5 @@ def decoding() -> Iterator[None]:
     """Raise ServerError if the block cannot decode what a server sent."""
     try:
         yield
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ServerError("invalid answer", f"the server's answer has an unexpected form: {error}") from error

@@ -10,13 +10,14 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from click.testing import CliRunner, Result
 
 from omni_actors.cli import main
 from omni_actors.cli.bench.self_test import bare_server
-from omni_actors.cli.server_client import MAX_EVENT_BYTES, MAX_VALUE_BYTES, ServerError
+from omni_actors.cli.server_client import MAX_EVENT_BYTES, MAX_VALUE_BYTES, ServerError, decoding
 
 WATCHDOG_S = 60.0
 REFUSAL = (503, b'{"error": {"message": "busy", "code": "overloaded"}}')
@@ -198,6 +199,28 @@ def test_a_server_that_goes_on_after_an_error_is_left(scripted: Scripted) -> Non
     broken, unexpected = result.stderr.splitlines()
     assert broken == "broken"
     assert unexpected.startswith("an event of the answer has an unexpected form")
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        '{"audio": {"data": "é"}}',
+        '{"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,é"}}]}',
+        '{"content": [{"x": ' + "[" * 5000 + "]" * 5000 + "}]}",
+    ],
+)
+def test_an_event_that_cannot_be_decoded_is_an_error_of_its_message(scripted: Scripted, delta: str) -> None:
+    event = f'data: {{"choices": [{{"delta": {delta}}}]}}\n\n'.encode()
+    scripted.answers = [(200, event), (200, event)]
+    result = chat(scripted, "one\ntwo\n")
+    assert result.exit_code == 1
+    assert result.stderr.count("an event of the answer has an unexpected form") == 2, result.exception
+
+
+def test_an_answer_that_is_nested_too_deeply_is_invalid() -> None:
+    with pytest.raises(ServerError) as caught, decoding():
+        msgspec.json.decode("[" * 5000)
+    assert caught.value.kind == "invalid answer"
 
 
 def test_a_list_of_models_without_end_is_refused(scripted: Scripted) -> None:
