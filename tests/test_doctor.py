@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import os
 import resource
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +100,28 @@ def test_a_version_that_differs_from_the_lock_is_named(monkeypatch: pytest.Monke
     assert finding.status == "warning"
     assert finding.found.startswith("click ")
     assert finding.found.endswith("(tested: 0.1)")
+
+
+def test_a_cache_that_cannot_be_looked_at_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(path: Path, **_: Any) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "exists", deny)
+    found = list(models.check(["echo"]))[:2]
+    assert [each.status for each in found] == ["warning"] * 2
+    assert all("Permission denied" in each.found for each in found)
+    assert ["OMNI_ACTORS_CACHE" in found[0].remedy, "HF_HOME" in found[1].remedy] == [True, True]
+
+
+def test_a_user_without_a_home_directory_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(path: str) -> str:
+        return path
+
+    for name in ("OMNI_ACTORS_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", no_home)
+    found = list(models.check(["echo"]))[:2]
+    assert [(each.status, each.found.partition(":")[0]) for each in found] == [("warning", "not known")] * 2
 
 
 OTHER_SYSTEM = """

@@ -104,6 +104,16 @@ def test_the_reason_of_a_failure_takes_no_space_from_other_columns() -> None:
     assert re.search(r"chatcmpl-0 +failed +1\.00 s .*the worker", console.export_text())
 
 
+@pytest.mark.parametrize(("used", "capacity"), [(0, 0), (7, 0), (10**7, 1024), (-5, 1024)])
+def test_a_ring_of_impossible_size_takes_the_space_of_one_ring(used: int, capacity: int) -> None:
+    live = state(0, 0)
+    rings = {name: msgspec.structs.replace(ring, used=used, capacity=capacity) for name, ring in live.rings.items()}
+    assert rings
+    text = shown(msgspec.structs.replace(live, rings=rings), Rates(), 200)
+    assert all(len(line) <= 200 for line in text.splitlines())
+    assert len(re.findall("[█·]", text)) == 10 * len(rings)
+
+
 def clustered(at: float, crossed: int) -> LiveState:
     """A stage on two nodes, of which one was lost, and the link of one ring, over which records have crossed."""
     replica = LiveReplica(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich import filesize
@@ -25,22 +25,33 @@ def check(names: Sequence[str]) -> Iterator[Finding]:
 
     names: the pipelines that must work. If there are none, ``DEFAULT_PIPELINE`` is looked at, and may lack something.
     """
-    yield _cache("converted models", assets.cache_dir(), "OMNI_ACTORS_CACHE")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or _hub_home() / "hub").expanduser()
-    yield _cache("models of a hub", hub, "HF_HOME")
+    yield _cache("converted models", assets.cache_dir, "OMNI_ACTORS_CACHE")
+    yield _cache("models of a hub", _hub, "HF_HOME")
     for name in names or [DEFAULT_PIPELINE]:
         yield _pipeline(name, is_asked=bool(names))
 
 
-def _hub_home() -> Path:
+def _hub() -> Path:
+    """Return the directory of a hub's models. Raises RuntimeError: the user has no home directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface")
+    home = os.environ.get("HF_HOME") or Path(cache) / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 
 
-def _cache(name: str, place: Path, variable: str) -> Finding:
-    there = next(each for each in (place, *place.parents) if each.exists())
-    free = shutil.disk_usage(there).free
-    found = f"{place}: {filesize.decimal(free)} free" + ("" if place.exists() else ", not made yet")
+def _cache(name: str, find: Callable[[], Path], variable: str) -> Finding:
+    """Look at a directory of models. find: returns it, or raises RuntimeError: the user has no home directory."""
+    try:
+        place = find()
+    except RuntimeError as failure:
+        return warning("models", name, f"not known: {failure}", f"name a directory in {variable}")
+    try:
+        is_there = place.exists()
+        there = next(each for each in (place, *place.parents) if each.exists())
+        free = shutil.disk_usage(there).free
+    except OSError as failure:
+        remedy = f"make {place} readable, or name another directory in {variable}"
+        return warning("models", name, f"{place}: {failure.strerror}", remedy)
+    found = f"{place}: {filesize.decimal(free)} free" + ("" if is_there else ", not made yet")
     if not os.access(there, os.W_OK):
         remedy = f"make {there} writable, or name another directory in {variable}"
         return warning("models", name, f"{place}: not writable", remedy)

@@ -249,7 +249,7 @@ def _rings(state: LiveState, rates: Rates, _: float, most: int | None, width: in
     rows = list[list[Text]]()
     on_one_node = {name: ring for name, ring in state.rings.items() if name not in state.links}
     for name, ring in list(on_one_node.items())[:most]:
-        full = round(FILL_WIDTH * ring.used / ring.capacity)
+        full = round(FILL_WIDTH * max(0, min(ring.used, ring.capacity)) / max(1, ring.capacity))
         style = "green" if ring.used < ring.capacity / 2 else "red"
         fill = Text.assemble(("█" * full, style), ("·" * (FILL_WIDTH - full), "dim"))
         used = f"{filesize.decimal(ring.used)} of {filesize.decimal(ring.capacity)}"
