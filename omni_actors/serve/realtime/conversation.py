@@ -33,6 +33,13 @@ ROOT = "root"
 """The "previous item" of the first one."""
 
 
+class Tally:
+    """The sum of the bytes of a conversation's entries."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+
 class Entry:
     """An item with what belongs to it.
 
@@ -41,6 +48,9 @@ class Entry:
         words_known: set when every recording has a transcript, or ``error``.
         error: why a recording has no transcript. Other recordings of the item may have one.
         spoken: the words and the sound of an assistant's message. sent_s: the duration of the sound that has left.
+        nbytes: the bytes of the recordings and, in UTF-8, of all text but the identifier, which is short. ``measure``
+            and ``grow`` keep it up to date.
+        tally: of the conversation that the entry is in; None: it is in none.
     """
 
     def __init__(self, item: Item, recordings: dict[int, Recording] | None = None) -> None:
@@ -48,6 +58,8 @@ class Entry:
         self.words_known = trio.Event()
         self.error: OmniError | None = None
         self.spoken, self.sent_s = SpokenAnswer(), 0.0
+        self.tally: Tally | None = None
+        self.nbytes = self._measured()
         if not self.recordings:
             self.words_known.set()
 
@@ -79,9 +91,20 @@ class Entry:
         """The identifier that a call of a function and its outputs share; None of a message."""
         return None if isinstance(self.item, Message) else self.item.call_id
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the recordings and, in UTF-8, of all text but the identifier, which is short."""
+    def measure(self) -> None:
+        """Measure the entry again, because its text or its recordings have changed."""
+        self._resize(self._measured() - self.nbytes)
+
+    def grow(self, text: str) -> None:
+        """Count text that was added to the item."""
+        self._resize(_utf8_bytes(text))
+
+    def _resize(self, by: int) -> None:
+        self.nbytes += by
+        if self.tally is not None:
+            self.tally.nbytes += by
+
+    def _measured(self) -> int:
         texts: list[str | None]
         match self.item:
             case Message(content=parts):
@@ -123,6 +146,12 @@ class Conversation:
     def __init__(self, *, max_items: int, max_bytes: int) -> None:
         self._max_items, self.max_bytes = max_items, max_bytes
         self.entries: list[Entry] = []
+        self._tally = Tally()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all entries."""
+        return self._tally.nbytes
 
     def make_room(self, *, may_leave: bool) -> list[str]:
         """Make room for an answer. Return the identifiers of the items that left.
@@ -149,7 +178,7 @@ class Conversation:
     def _find_room(self, new: Entry | None, *, may_leave: bool) -> _Room:
         """Return what has to be dropped for a new entry or an answer. Raises HTTPError: the conversation is full."""
         items = len(self.entries) + 1 - self._max_items
-        excess = sum(entry.nbytes for entry in self.entries) + (0 if new is None else new.nbytes) - self.max_bytes
+        excess = self.nbytes + (0 if new is None else new.nbytes) - self.max_bytes
         recorded, leaving = list[Entry](), list[Entry]()
         for entry in self.entries:
             if excess > 0 and entry.recordings and entry.words_known.is_set() and entry.error is None:
@@ -183,7 +212,10 @@ class Conversation:
     def _drop(self, room: _Room) -> list[str]:
         for entry in room.recorded:
             entry.recordings.clear()
+            entry.measure()
         left = [entry for entry in self.entries if entry in room.leaving]
+        for entry in left:
+            self._forget(entry)
         self.entries = [entry for entry in self.entries if entry not in left]
         return [entry.item.id for entry in left]
 
@@ -199,6 +231,8 @@ class Conversation:
         else:
             at = 0 if after == ROOT else self.entries.index(self.find(after, "previous_item_id")) + 1
         self.entries.insert(at, entry)
+        entry.tally = self._tally
+        self._tally.nbytes += entry.nbytes
         return self.entries[at - 1].item.id if at else None
 
     def before(self, entry: Entry) -> str | None:
@@ -215,7 +249,14 @@ class Conversation:
 
     def delete(self, id: str) -> None:
         """Remove an item. Raises HTTPError."""
-        self.entries.remove(self.find(id))
+        entry = self.find(id)
+        self.entries.remove(entry)
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        """Stop counting an entry that has left."""
+        entry.tally = None
+        self._tally.nbytes -= entry.nbytes
 
     def check_truncation(self, id: str, audio_end_ms: int) -> Entry:
         """Return the entry of a spoken answer that has so many milliseconds of sound. Raises HTTPError."""
@@ -232,6 +273,7 @@ class Conversation:
         entry = self.check_truncation(id, audio_end_ms)
         assert isinstance(entry.item, Message)
         entry.item.content[0].transcript = entry.spoken.heard(audio_end_ms)
+        entry.measure()
 
 
 def _is_awaited(group: Sequence[Entry]) -> bool:

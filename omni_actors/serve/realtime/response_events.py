@@ -61,6 +61,7 @@ class ResponseEvents:
             part.transcript = (part.transcript or "") + delta
         else:
             part.text = (part.text or "") + delta
+        entry.grow(delta)
         name = "output_audio_transcript" if self._is_spoken else "output_text"
         self._post(f"{name}.delta", entry, content_index=0, delta=delta)
 
@@ -85,6 +86,7 @@ class ResponseEvents:
         item = self._call.item
         assert isinstance(item, FunctionCall)
         item.arguments += function["arguments"]
+        self._call.grow(function["arguments"])
         self._post("function_call_arguments.delta", self._call, call_id=item.call_id, delta=function["arguments"])
 
     def end_call(self, status: Status = "completed") -> None:

@@ -99,6 +99,7 @@ class Transcriber:
             generation.abort()
         assert isinstance(entry.item, Message)
         transcript = entry.item.content[index].transcript = "".join(words).strip()
+        entry.measure()
         if is_asked:
             usage = {"type": "duration", "seconds": round(recording.duration_s, 3)}
             self._outbox.post(f"{_EVENT}.completed", **place, transcript=transcript, usage=usage)

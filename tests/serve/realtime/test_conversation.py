@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import trio
 
@@ -10,6 +13,7 @@ from omni_actors.serve.realtime.config import PCMU
 from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part, check_item
+from omni_actors.serve.realtime.response_events import ResponseEvents
 
 
 def recorded(id: str, seconds: float, transcript: str | None = None) -> Entry:
@@ -161,3 +165,35 @@ async def test_other_tasks_run_between_the_recordings_of_a_request() -> None:
         nursery.cancel_scope.cancel()
     assert len(clips) == 10
     assert steps >= 10
+
+
+def test_the_sum_of_the_bytes_follows_every_change_of_an_item() -> None:
+    conversation = Conversation(max_items=6, max_bytes=4 * 8000)
+    outbox: Any = SimpleNamespace(post=lambda *_, **fields: None)
+    events = ResponseEvents(outbox, conversation, {}, is_spoken=True)
+
+    def check() -> None:
+        assert all(entry.nbytes == Entry(entry.item, entry.recordings).nbytes for entry in conversation.entries)
+        assert conversation.nbytes == sum(entry.nbytes for entry in conversation.entries)
+
+    for entry in (recorded("a", 1, "words"), called("call"), returned("output", "call")):
+        conversation.add(entry, may_leave=True)
+        check()
+    for delta in ("Häl", "lo"):
+        events.text(delta)
+        check()
+    for function in ({"name": "weather", "arguments": ""}, {"arguments": '{"a": "é"}'}):
+        events.call({"function": function, **({"id": "call_1"} if "name" in function else {})})
+        check()
+    events.end("completed", None, None)
+    assert events.message is not None
+    conversation.truncate(events.message.item.id, 0)
+    check()
+    conversation.add(recorded("b", 3.5), may_leave=True)  # drops the recording of the first item
+    check()
+    conversation.add(recorded("c", 0.1), may_leave=True)  # the oldest item leaves
+    check()
+    for id in ids(conversation):
+        conversation.delete(id)
+        check()
+    assert conversation.nbytes == 0
