@@ -164,7 +164,7 @@ async def test_other_tasks_run_between_the_recordings_of_a_request() -> None:
         _, clips = await chat_messages(entries, "", transcribed=False)
         nursery.cancel_scope.cancel()
     assert len(clips) == 10
-    assert steps >= 10
+    assert steps >= 9  # the other task may run before or after this one at the last checkpoint
 
 
 def test_the_sum_of_the_bytes_follows_every_change_of_an_item() -> None:
