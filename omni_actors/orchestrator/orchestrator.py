@@ -122,15 +122,17 @@ class Orchestrator:
         """Serve requests on these replicas until cancelled; then abort the requests that are left."""
         self._placement.use(replicas)
         try:
-            async with trio.open_nursery() as self._nursery:
-                self._inputs.nursery = self._nursery
-                self._nursery.start_soon(self._deadlines.run, self._expire)
-                self._nursery.start_soon(self._suspects.run)
-                self._nursery.start_soon(self._dispatcher.replay_log.run)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._deadlines.run, self._expire)
+                nursery.start_soon(self._suspects.run)
+                nursery.start_soon(self._dispatcher.replay_log.run)
+                self._nursery = self._inputs.nursery = nursery
                 task_status.started()
-                await trio.sleep_forever()
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    self._nursery = self._inputs.nursery = None  # a nursery that closes takes no more tasks
         finally:
-            self._nursery = self._inputs.nursery = None
             self.abort_all()
 
     # Called for clients. A Ctrl-C is for the user's task, not for the middle of these calls.

@@ -246,6 +246,7 @@ class Simulation(trio.abc.Instrument):
             self._client.submit_probes()
             await self._wait_settled()
             await trio.sleep(1.0 + STEP_S / PARTS)  # the last control messages arrive, at the latest before a ping
+            await self._wait_settled()  # a lease or a link may have ended meanwhile, for a partition of before
         if patience.cancelled_caught:
             for worker in self._faults.spawner.living.values():
                 if worker.hung:
