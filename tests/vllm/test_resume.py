@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import TemporarilyRefused
 from omni_actors.stages.base import CLIENT, Decisions, StageOutput, StageRequest
 
 QUESTION = {"messages": [{"role": "user", "content": "Write one sentence about the sea."}]}
@@ -72,7 +72,7 @@ def test_the_journal_decides_and_not_the_model(driver: Any) -> None:
 
 
 def test_several_answers_are_not_resumed(driver: Any) -> None:
-    with pytest.raises(InvalidRequest, match="not resumed"):
+    with pytest.raises(TemporarilyRefused, match="not resumed"):
         answer(driver, {"n": 2, "temperature": 1.0, "max_tokens": 4}, [(1,)])
     assert not driver.engine.busy
 
