@@ -65,10 +65,15 @@ def open_pump(**options: Any) -> Iterator[tuple[Pump, Losses]]:
 
 @contextmanager
 def linked_rings(
-    near_bytes: int = 1 << 16, far_bytes: int | None = None, *, tls: Tls | None = None, link_id: int = 7
+    near_bytes: int = 1 << 16,
+    far_bytes: int | None = None,
+    *,
+    tls: Tls | None = None,
+    link_id: int = 7,
+    **far_options: Any,
 ) -> Iterator[LinkedRings]:
-    """Yield rings joined by a link, which may not be lost until the block is left."""
-    with open_pump(tls=tls) as (near, near_losses), open_pump(tls=tls) as (far, far_losses):
+    """Yield rings joined by a link, which may not be lost until the block is left. far_options: of the far pump."""
+    with open_pump(tls=tls) as (near, near_losses), open_pump(tls=tls, **far_options) as (far, far_losses):
         rings = LinkedRings(near, far, near_bytes=near_bytes, far_bytes=far_bytes or near_bytes, link_id=link_id)
         rings.receive()
         rings.send()

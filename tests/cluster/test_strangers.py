@@ -97,18 +97,19 @@ def test_random_bytes_are_refused(rings: LinkedRings) -> None:
     check_alive(rings)
 
 
-def test_a_handshake_that_is_cut_at_any_byte_is_dropped(rings: LinkedRings) -> None:
-    connection, said = authenticated(rings.far.address, 99)
-    connection.close()
-    wait_forgotten(rings.far, 99)
-    for end in range(len(said)):
-        with connect(rings.far.address) as stranger:
-            stranger.sendall(said[:end])
-    check_alive(rings)
+def test_a_handshake_that_is_cut_at_any_byte_is_dropped() -> None:
+    with linked_rings(handshake_s=1.0) as rings:
+        connection, said = authenticated(rings.far.address, 99)
+        connection.close()
+        wait_forgotten(rings.far, 99)
+        for end in range(len(said)):
+            with connect(rings.far.address) as stranger:
+                stranger.sendall(said[:end])
+        check_alive(rings)
 
 
 def test_a_recorded_handshake_is_refused(rings: LinkedRings) -> None:
-    with open_pump() as (_, _), linked_rings(link_id=8) as other:
+    with linked_rings(link_id=8, handshake_s=1.0) as other:
         connection, said = authenticated(other.far.address, 5)
         connection.close()
         wait_forgotten(other.far, 5)
@@ -193,7 +194,7 @@ def test_a_flood_of_connections_costs_little(rings: LinkedRings, count: int) -> 
 
 def test_nothing_is_left_of_pumps_and_strangers() -> None:
     before = open_descriptors()
-    with linked_rings() as made:
+    with linked_rings(handshake_s=1.0) as made:
         check_alive(made)
         strangers = [connect(made.far.address) for _ in range(100)]
         authenticated(made.far.address, 55)[0].close()
