@@ -1,4 +1,4 @@
-"""Connections to a pump that are made byte by byte."""
+"""Connections to a pump, or to the parent, that are made byte by byte."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ def connect(address: Address) -> socket.socket:
     return socket.create_connection(address, WATCHDOG_S)
 
 
-def authenticated(address: Address, link_id: int, *, role: str = ROLE_OF_LINKS) -> tuple[socket.socket, bytes]:
+def authenticated(
+    address: Address, subject: int, *, role: str = ROLE_OF_LINKS, secret: bytes = SECRET
+) -> tuple[socket.socket, bytes]:
     """Return a connection that has done the handshake, and the bytes that it has sent."""
     connection = connect(address)
-    handshake = Connector(SECRET, role, link_id)
+    handshake = Connector(secret, role, subject)
     connection.sendall(handshake.hello)
     answer = b""
     while len(answer) < handshake.wanted:
         received = connection.recv(handshake.wanted - len(answer))
-        assert received, "the pump closed the connection before the handshake was over"
+        assert received, "the other side closed the connection before the handshake was over"
         answer += received
     proof = handshake.receive(answer)
     connection.sendall(proof)
