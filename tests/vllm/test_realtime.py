@@ -21,7 +21,8 @@ def test_a_session_hears_and_speaks() -> None:
             serving(pipeline="voice_vllm") as server,
             talking(server.client, config(), noise_below(say(QUESTION), 20)) as user,
         ):
-            asked = await ask(user, 0, QUESTION)
+            asked = Asked(0, QUESTION)
+            await ask(user, asked)
             assert not user.errors
             return asked
 
