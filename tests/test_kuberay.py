@@ -200,7 +200,8 @@ def test_the_commands_of_both_containers_serve_a_pipeline_and_drain(end: str, tm
             assert answers("/page/icon.svg"), "the probes have no key"
             health = client.get("/health", headers={"authorization": "Bearer secret"}).json()
             assert set(health["nodes"]) == {each[0]["node"] for each in health["stages"].values()}
-            parts = {each.name(): each for each in psutil.Process(on_head.pid).children(recursive=True)}
+            in_container = psutil.Process(on_head.pid).children(recursive=True)
+            parts = {each.name(): each for each in in_container}
             assert "OMNI_ACTORS_API_KEY" not in parts["raylet"].environ()
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 subprocess.run(container(GROUP)[probe]["exec"]["command"], check=True)
@@ -209,5 +210,8 @@ def test_the_commands_of_both_containers_serve_a_pipeline_and_drain(end: str, tm
             else:
                 parts["gcs_server"].kill()
             assert on_head.wait(WATCHDOG_S) == 0
+            for part in in_container:  # they end with the container, some of Ray's not before
+                with suppress(psutil.NoSuchProcess):
+                    part.kill()
     finally:
         shutil.rmtree(directory)
