@@ -199,6 +199,15 @@ def needs_namespaces() -> None:
 
 
 @pytest.fixture(scope="session")
+def needs_cuts() -> None:
+    """Skip a test that cuts connections of other processes where that is not allowed."""
+    from omni_actors.stress import cuts
+
+    if (why := cuts.why_not(os.getpid())) is not None:
+        pytest.skip(f"connections of other processes cannot be cut: {why}")
+
+
+@pytest.fixture(scope="session")
 def fixture_processes() -> set[int]:
     """Pids that a fixture wider than a test has started during a test, such as restarted workers."""
     return set()

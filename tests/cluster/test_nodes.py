@@ -125,7 +125,7 @@ class UnreachableAgents(SubprocessAgents):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cuts.why_not(os.getpid()) is not None, reason=f"cuts: {cuts.why_not(os.getpid())}")
+@pytest.mark.usefixtures("needs_cuts")
 async def test_no_successor_starts_before_the_lease_of_a_node_that_cannot_be_reached_has_ended(writers: Path) -> None:
     """The parent gives the node up at once, as its connection is cut. The agent stands still, and kills no worker."""
     agents, places = UnreachableAgents(), FixedPlaces({"first": ("a", "b"), "second": "parent"})

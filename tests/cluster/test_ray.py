@@ -106,7 +106,7 @@ async def test_answers_are_whole_and_no_agent_is_left(cluster: RayCluster) -> No
     await until(lambda: all(map(has_ended, agents)))
 
 
-@pytest.mark.skipif(cuts.why_not(os.getpid()) is not None, reason=f"cuts: {cuts.why_not(os.getpid())}")
+@pytest.mark.usefixtures("needs_cuts")
 async def test_an_agent_without_its_connection_gives_its_resources_to_the_next_one(cluster: RayCluster) -> None:
     async with open_on_ray(cluster, cpus=2.0) as on:
         for _ in range(2):

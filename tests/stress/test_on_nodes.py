@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import socket
 import subprocess
@@ -45,11 +44,6 @@ FAULTS: dict[str, tuple[Operation, ...]] = {
 }
 
 
-needs_cuts = pytest.mark.skipif(
-    (why := cuts.why_not(os.getpid())) is not None, reason=f"connections of other processes cannot be cut: {why}"
-)
-
-
 def schedule(*faults: Operation) -> Schedule:
     settled = [each for fault in faults for each in (Submit("audio, long"), Wait(20), fault, Settle())]
     return Schedule("one", None, (Wait(200), *settled))
@@ -64,7 +58,7 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[str]:
         yield started.address
 
 
-@needs_cuts
+@pytest.mark.usefixtures("needs_cuts")
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_a_sound_system_passes_and_each_fault_is_counted(baseline: Workload, mark: str, nodes: str) -> None:
@@ -114,7 +108,7 @@ def test_a_fault_of_a_node_explains_ends_that_name_it_in_its_time() -> None:
     assert len(found) == len(foreign)
 
 
-@needs_cuts
+@pytest.mark.usefixtures("needs_cuts")
 def test_connections_of_another_process_are_cut() -> None:
     """Of two connections of a child, the one that it has accepted is cut."""
     code = (
