@@ -10,7 +10,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bench.link.measure import ECHO_SIZES, STREAM_SIZES, WATCHDOG_S, Figures, Transport, measure
+from bench.link.measure import ECHO_SIZES, STREAM_SIZES, Figures, Transport, measure
 from bench.link.ray_objects import RayObjects, why_no_ray
 from bench.link.transports import Bare, Link, RingAlone, TlsLink, Zmq
 from tests.support.network import Namespace, two_namespaces, why_no_namespaces
@@ -35,16 +34,16 @@ def iperf3(nodes: tuple[Namespace, Namespace]) -> dict[str, float] | None:
     """Return its bytes per second and CPU seconds per GB; None where it is not installed."""
     if shutil.which("iperf3") is None:
         return None
-    server = subprocess.Popen(nodes[1].command("iperf3", "-s", "-1"), stdout=subprocess.DEVNULL)
-    try:
-        for _ in range(50):
-            try:
-                done = nodes[0].run("iperf3", "-c", nodes[1].address, "-t", "2", "-J")
-                break
-            except subprocess.CalledProcessError:
-                time.sleep(0.1)  # it does not listen yet
-    finally:
-        server.wait(WATCHDOG_S)
+    server = subprocess.Popen(nodes[1].command("iperf3", "-s", "--forceflush"), stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    with server.stdout:
+        try:
+            while "listening" not in (line := server.stdout.readline()):
+                assert line, "iperf3 ended before it listened"
+            done = nodes[0].run("iperf3", "-c", nodes[1].address, "-t", "2", "-J")
+        finally:
+            server.kill()
+            server.wait()
     end = json.loads(done)["end"]
     used = end["cpu_utilization_percent"]
     rate = end["sum_received"]["bits_per_second"] / 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,8 +53,11 @@ def test_a_short_run_measures_every_transport(tmp_path: Path) -> None:
         [*command, "--json", str(written)], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode in (0, 1), done.stderr
-    (measured,) = json.loads(written.read_text())["rounds"]
+    figures = json.loads(written.read_text())
+    (measured,) = figures["rounds"]
     assert {Bare.name, Link.name, RingAlone.name} <= measured.keys()
     for each in measured.values():
         assert len(each["bytes_per_s"]) == len(STREAM_SIZES)
         assert all(value > 0 for kind in each.values() for value in kind.values())
+    if shutil.which("iperf3") is not None:
+        assert all(value > 0 for value in figures["iperf3"].values())
