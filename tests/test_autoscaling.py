@@ -11,14 +11,15 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors.config import Autoscale, Pipeline, Stage, explain, load
+from omni_actors.config import Autoscale, Pipeline, Restart, Stage, explain, load
 from omni_actors.errors import ConfigError
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.protocol.messages import Address
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import WorkerBehavior
 from omni_actors.system import OmniSystem
-from tests.support.echo_systems import WATCHDOG_S, one_stage, read, wait_for
+from tests.support.echo_systems import OFTEN, WATCHDOG_S, one_stage, read, wait_for
 
 LOAD_S = 2.0
 DOWN_AFTER_S = 20.0
@@ -31,6 +32,7 @@ class Autoscaled:
 
     def __init__(self) -> None:
         self.behavior = WorkerBehavior(load_s=LOAD_S, turn_s=0.1)
+        self.spawner = SimulatedSpawner(lambda address, pid: self.behavior, lambda note: None)
         self.omni: OmniSystem
 
     @property
@@ -46,16 +48,17 @@ class Autoscaled:
 
 
 @asynccontextmanager
-async def opened(replicas: int = 1, **terms: Any) -> AsyncIterator[Autoscaled]:
+async def opened(replicas: int = 1, restart: Restart = OFTEN, **terms: Any) -> AsyncIterator[Autoscaled]:
     bounds = Autoscale(**{"max": 3, "concurrency": 2, "down_after_s": DOWN_AFTER_S, **terms})
     stages = {
         "first": Stage(engine="echo", accepts=("script",)),
-        "second": Stage(engine="echo", inputs=("first",), emits="audio", replicas=replicas, autoscale=bounds),
+        "second": Stage(
+            engine="echo", inputs=("first",), emits="audio", replicas=replicas, autoscale=bounds, restart=restart
+        ),
     }
     system = Autoscaled()
-    spawner = SimulatedSpawner(lambda address, pid: system.behavior, lambda note: None)
     with trio.fail_after(VIRTUAL_S):
-        async with OmniSystem.open(Pipeline(name="scaled", stages=stages), spawner=spawner) as system.omni:
+        async with OmniSystem.open(Pipeline(name="scaled", stages=stages), spawner=system.spawner) as system.omni:
             yield system
 
 
@@ -153,6 +156,18 @@ async def test_a_replica_that_cannot_load_is_tried_again_later(
         await trio.sleep(35.0)
         assert system.states == ["ready"] * 3
         await complete(running, 500)
+
+
+async def test_replicas_that_were_given_up_for_good_are_no_capacity(autojump_clock: trio.testing.MockClock) -> None:
+    async with opened(replicas=3, restart=Restart(type="temporary")) as system:
+        for number in (1, 2):
+            system.spawner.living[Address("second", number)].kill()
+        await trio.sleep(0.1)
+        assert system.states == ["ready", "failed", "failed"]
+        running = [system.ask() for _ in range(5)]
+        await trio.sleep(1.0 + 2 * DECIDED_S + LOAD_S + 0.1)
+        assert (system.wanted, system.states) == (3, ["ready"] * 3)
+        await complete(running)
 
 
 async def test_with_processes_nothing_is_lost() -> None:

@@ -199,6 +199,60 @@ async def test_a_worker_that_loads_serves_if_the_other_one_of_a_replica_and_a_st
         assert scaling.states == {0: "ready", 1: "ready"}
 
 
+async def test_a_change_replaces_replicas_that_were_given_up_for_good(autojump_clock: trio.testing.MockClock) -> None:
+    async with opened(replicas=2, restart=Restart(type="temporary")) as scaling:
+        for number in (0, 1):
+            scaling.spawner.living[Address("second", number)].kill()
+        await trio.sleep(0.1)
+        assert scaling.states == {0: "failed", 1: "failed"}
+        with pytest.raises(StageUnavailable):
+            scaling.ask()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(scaling.omni.scale, "second", 2)
+            await trio.sleep(LOAD_S / 2)
+            assert scaling.states == {0: "loading", 1: "loading"}
+            waiting = scaling.ask()
+        assert scaling.states == {0: "ready", 1: "ready"}
+        assert await numbers(waiting) == [0, 1, 2]
+        scaling.spawner.living[Address("second", 0)].kill()
+        await trio.sleep(0.1)
+        assert (await scaling.omni.scale("second", 1)).before == 2
+        assert scaling.states == {1: "ready"}
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+async def test_a_stage_that_was_given_up_stays_so_if_no_replacement_can_load(
+    replicas: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A request for it would otherwise wait for a replica that never comes."""
+    async with opened(restart=Restart(type="temporary")) as scaling:
+        scaling.spawner.living[Address("second", 0)].kill()
+        await trio.sleep(0.1)
+        scaling.behavior = WorkerBehavior(fails="no memory")
+        with pytest.raises(StageFailed, match="no memory"):
+            await scaling.omni.scale("second", replicas)
+        assert scaling.states == {0: "failed"}
+        with pytest.raises(StageUnavailable):
+            scaling.ask()
+        scaling.behavior = WorkerBehavior()
+        await scaling.omni.scale("second", replicas)
+        assert await numbers(scaling.ask()) == [0, 1, 2]
+
+
+async def test_a_cancelled_change_whose_replica_cannot_load_leaves_nothing_in_the_way(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with opened(restart=Restart()) as scaling:
+        scaling.behavior = WorkerBehavior(load_s=LOAD_S, fails="no memory")
+        with trio.move_on_after(LOAD_S / 2):
+            await scaling.omni.scale("second", 2)
+        await trio.sleep(LOAD_S)
+        assert scaling.states == {0: "ready", 1: "failed"}
+        scaling.behavior = WorkerBehavior()
+        await scaling.omni.scale("second", 2)
+        assert scaling.states == {0: "ready", 1: "ready"}
+
+
 async def test_a_later_change_waits_for_the_one_that_runs(autojump_clock: trio.testing.MockClock) -> None:
     async with opened() as scaling:
         results = list[Scaled]()

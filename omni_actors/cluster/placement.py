@@ -6,10 +6,10 @@ Rules
    worker of each stage of the unit.
 3. ``devices`` are counted on each node by itself: the n-th worker of a stage on a node gets the devices that the n-th
    worker of the stage gets on one machine (``config/devices.py``). Different stages may use one device.
-4. Among the nodes with room, the first difference decides: devices for one more worker of each stage of the group, of
-   which a worker may be added later; fewer workers of the same stage, for stages in ``spread``;
-   fewer workers on the same devices; CPUs left for all threads; more rings to workers on the node (the
-   client is on the parent's node); fewer devices of any kind; more CPUs left; the earlier place in the list.
+4. Among the nodes with room, the first difference decides: devices left for all workers of the group that may be added
+   to units on the node; fewer workers of the same stage, for stages in ``spread``; fewer workers on the same devices;
+   CPUs left for all threads; more rings to workers on the node (the client is on the parent's node); fewer devices of
+   any kind; more CPUs left; the earlier place in the list.
 5. Larger units are placed first. The workers of one unit are a subset of those of each larger unit of their group, so
    the order costs nothing: all workers get a place if there are places for all.
 6. A worker that has a place keeps it. A unit of which some workers have places joins them.
@@ -25,8 +25,8 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from omni_actors.config import Cluster, Pipeline
-from omni_actors.config.devices import DeviceLayoutError, configured_devices, stage_layout
+from omni_actors.config import Cluster, Pipeline, Stage
+from omni_actors.config.devices import DeviceLayoutError, Layout, configured_devices, stage_layout
 from omni_actors.errors import NoPlace
 from omni_actors.protocol.messages import Address
 
@@ -176,15 +176,19 @@ class _Plan:
         stage = self._pipeline.stages[address.stage]
         taken = {self.places[each].slot for each in self._on[node.name] if each.stage == address.stage}
         slot = next(number for number in range(len(taken) + 1) if number not in taken)
+        layout = self._layout(node, stage, slot + 1)
+        return None if layout is None else Place(node.name, slot, layout[slot])
+
+    def _layout(self, node: Node, stage: Stage, workers: int) -> Layout | None:
+        """Return the devices on a node of so many workers of a stage; None: it has too few."""
         if not configured_devices(stage):
-            return Place(node.name, slot, ())
+            return ((),) * workers
         if node.gpus < stage.devices_per_replica:  # names of devices are not checked by ``stage_layout``
             return None
         try:
-            layout = stage_layout(stage, slot + 1, [str(number) for number in range(node.gpus)])
+            return stage_layout(stage, workers, [str(number) for number in range(node.gpus)])
         except DeviceLayoutError:
             return None
-        return Place(node.name, slot, layout[slot])
 
     def _cost(self, unit: Unit, node: Node, places: Sequence[Place]) -> tuple[float, ...]:
         """Return what a node costs a unit, by rule 4: the smallest is the best."""
@@ -193,9 +197,8 @@ class _Plan:
         devices = {device for at in places for device in at.devices}
         shared = sum(not devices.isdisjoint(self.places[each].devices) for each in here)
         cpus_left = node.cpus - sum(self._threads(each) for each in (*here, *unit))
-        others = {*self._group(unit[0])} - {address.stage for address in unit}
         return (
-            any(self._place_on(node, Address(stage, unit[0].replica)) is None for stage in others),
+            self._crowds(unit, node),
             sum(stages[address.stage] for address in unit if address.stage in self._spread),
             shared,
             cpus_left < 0,
@@ -203,6 +206,12 @@ class _Plan:
             node.gpus,
             -cpus_left,
         )
+
+    def _crowds(self, unit: Unit, node: Node) -> bool:
+        """Return whether a unit leaves too few devices on a node for the workers that may be added to units there."""
+        group = self._group(unit[0])
+        units = {each.replica for each in (*self._on[node.name], *unit) if each.stage in group}
+        return any(self._layout(node, self._pipeline.stages[stage], len(units)) is None for stage in group)
 
     def _rings(self, unit: Unit, node: Node, stages: Mapping[str, int]) -> int:
         """Return how many rings would join the unit with the workers that are on the node, and with the client."""

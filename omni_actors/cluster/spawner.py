@@ -43,8 +43,8 @@ from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner,
 from ringbuf import Ring
 
 LEASE_S: Final = 10.0
-START_S: Final = 60.0
-"""Seconds that an agent has from its start to its first lease."""
+START_S: Final = 120.0
+"""Seconds that an agent has from its start to its first lease. Its start may include that of Ray's helper."""
 RESTART_S: Final = (1.0, 30.0)
 """Seconds between the end of an agent and the start of its successor: the first time, and at most after failures."""
 LINK_S: Final = 1.0

@@ -91,6 +91,11 @@ class Replica:
         """Whether requests may be dispatched to the replica now."""
         return self.incarnation.state is IncarnationState.READY and not self.leaving
 
+    @property
+    def given_up(self) -> bool:
+        """Whether it was given up for good: it has no worker, and gets none."""
+        return self.state is ReplicaState.FAILED and self.retry_at is None
+
     def leave(self) -> None:
         """Note that it is being removed."""
         self.leaving = True

@@ -44,7 +44,7 @@ class AutoscaleControl(ScaleControl):
             try:
                 with suppress(StageAsleep, SystemClosed):
                     async with self._changing[stage]:
-                        if self._orchestrator.pools.wanted(stage) == before:  # ``scale`` may have come first
+                        if self._present(stage) == before:  # ``scale`` may have come first
                             record(Autoscaled(stage=stage, before=before, after=after))
                             drains = await self._change(stage, after)
             except (InvalidRequest, StageFailed) as error:
@@ -68,10 +68,16 @@ class AutoscaleControl(ScaleControl):
 
     def _demand(self, stage: str) -> Demand:
         pools = self._orchestrator.pools
+        present = self._present(stage)
         return Demand(
             now=trio.current_time(),
             arrived=pools.arrived(stage),
             unfinished=pools.unfinished_since(stage),
-            wanted=pools.wanted(stage),
-            ready=min(pools.wanted(stage), sum(each.accepts_work for each in pools.replicas(stage))),
+            wanted=present,
+            ready=min(present, sum(each.accepts_work for each in pools.replicas(stage))),
         )
+
+    def _present(self, stage: str) -> int:
+        """Return how many replicas a stage is to have, less those that were given up for good."""
+        pools = self._orchestrator.pools
+        return min(pools.wanted(stage), sum(not each.given_up for each in pools.replicas(stage)))

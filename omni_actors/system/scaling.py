@@ -8,10 +8,12 @@ Rules
 3. A replica that is removed is drained first: it gets no new request. Those that are left when ``drain_s`` has passed
    lose their work there as by a death, and resume at another replica, at no cost of ``limits.replays``. A replica can
    be taken back while it drains and its worker lives. It has the desired state, as it has got every change of it.
-4. The number that is wanted changes at once; replicas follow. If a new one cannot load, it is removed again.
+4. The number that is wanted changes at once; replicas follow. If a new one cannot load, it is removed again, unless
+   the stage had one given up before in its place.
 5. A replica's number decides its devices (``config/devices.py``). Numbers are below the number of workers at the time
    when the replica was added, so the devices of two replicas never overlap. A worker that is being stopped still has
    its devices: a change that adds replicas waits for its end.
+6. A replica that was given up for good is no capacity. A change removes it and adds a new one in its place.
 """
 
 from __future__ import annotations
@@ -120,10 +122,18 @@ class ScaleControl(Control):
         pools, workers = self._orchestrator.pools, self.pipeline.stages[stage].workers_for(replicas)
         before = pools.wanted(stage)
         self._require_open(stage)
-        while (change := self._plan(stage, workers)).new and self._stopping(stage):
-            await self.wait_changed()
+        while True:
+            change = self._plan(stage, workers)
+            given_up = [each for each in pools.replicas(stage) if each.given_up and not each.leaving]
+            specs = self._new_specs(stage, workers) if change.new else []
+            if change.new and self._stopping(stage):
+                await self.wait_changed()
+            elif given_up:
+                with trio.CancelScope(shield=True):  # without them, requests would wait for a replica that is not added
+                    await self._drain_all(self._begin_drains(given_up), 0.0)
+            else:
+                break
             self._require_open(stage)
-        specs = self._new_specs(stage, workers) if change.new else []
         for each in change.returning:
             self._take_back(each)
         pools.want(stage, replicas)
@@ -142,7 +152,7 @@ class ScaleControl(Control):
         """Return what a change to ``workers`` replicas does now: of those that drain, the busiest one returns first."""
         order = self._orchestrator.pools.leave_order(stage)
         draining = [each for each in reversed(order) if each in self._drains and each.can_stay]
-        return plan_change(workers, [each for each in order if not each.leaving], draining)
+        return plan_change(workers, [each for each in order if not each.leaving and not each.given_up], draining)
 
     def _stopping(self, stage: str) -> bool:
         """Whether a stage has replicas that leave and cannot be taken back: they are gone soon."""
@@ -159,7 +169,7 @@ class ScaleControl(Control):
 
     def _new_specs(self, stage: str, workers: int) -> list[WorkerSpec]:
         """Return what the workers run that a stage lacks. Raises InvalidRequest: there are no devices for them."""
-        taken = {each.address.replica for each in self._orchestrator.pools.replicas(stage)}
+        taken = {each.address.replica for each in self._orchestrator.pools.replicas(stage) if not each.given_up}
         free = [number for number in range(workers) if number not in taken][: max(0, workers - len(taken))]
         try:
             devices = machine.layout(self.pipeline, stage, workers) if free else ()
@@ -179,7 +189,7 @@ class ScaleControl(Control):
             left = sum(not each.leaving for each in pools.replicas(stage)) - len(failed)
             pools.want(stage, max(before, min(pools.wanted(stage), left)))  # rather a replica than a standby
             failure = failed[0].failure
-            await self._drain_all(self._begin_drains(failed), 0.0)
+            await self._drain_all(self._begin_drains(failed[max(0, before - left) :]), 0.0)
             assert failure is not None, "a failed replica has the reason"
             raise failure
 

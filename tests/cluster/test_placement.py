@@ -176,6 +176,15 @@ def test_a_worker_keeps_its_place_and_colocated_workers_join_it() -> None:
     assert place(pipeline, first_workers(pipeline), nodes, held) == held | {Address("b", 0): Place("g2", 0, ())}
 
 
+def test_a_worker_leaves_the_last_device_to_one_that_must_run_beside_a_colocated_one() -> None:
+    pipeline = chain({"colocate": (("a", "b"),)}, a={}, b=CUDA)
+    nodes = [Node(name="g1", cpus=4, gpus=1), Node(name="g2", cpus=1, gpus=1)]
+    held = {Address("a", 0): Place("g1", 0, ())}
+    assert place(pipeline, [Address("b", 1)], nodes, {}) == {Address("b", 1): Place("g1", 0, ("0",))}
+    assert place(pipeline, [Address("b", 1)], nodes, held) == {Address("b", 1): Place("g2", 0, ("0",))}
+    assert place(pipeline, [Address("b", 1)], nodes[:1], held) == {Address("b", 1): Place("g1", 0, ("0",))}
+
+
 def test_the_workers_of_a_lost_node_move_and_the_others_stay() -> None:
     pipeline = chain({"nodes": {"a": "gpu"}, "spread": ("a",)}, a={**CUDA, "replicas": 3})
     before = place(pipeline, first_workers(pipeline), list(GPU.values()))
