@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ import trio
 import trio.testing
 
 from omni_actors.config import Autoscale, Pipeline, Restart, Stage, explain, load
-from omni_actors.errors import ConfigError
+from omni_actors.errors import ConfigError, StageUnavailable
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import WorkerBehavior
 from omni_actors.system import OmniSystem
+from omni_actors.system.autoscaling import RETRY_S
 from tests.support.echo_systems import OFTEN, WATCHDOG_S, one_stage, read, wait_for
 
 LOAD_S = 2.0
@@ -163,11 +165,50 @@ async def test_replicas_that_were_given_up_for_good_are_no_capacity(autojump_clo
         for number in (1, 2):
             system.spawner.living[Address("second", number)].kill()
         await trio.sleep(0.1)
-        assert system.states == ["ready", "failed", "failed"]
-        running = [system.ask() for _ in range(5)]
-        await trio.sleep(1.0 + 2 * DECIDED_S + LOAD_S + 0.1)
+        assert (system.wanted, system.states) == (3, ["ready", "failed", "failed"])
+        running = [system.ask(1000) for _ in range(5)]
+        await trio.sleep(RETRY_S + 3 * DECIDED_S + LOAD_S + 0.1)
         assert (system.wanted, system.states) == (3, ["ready"] * 3)
-        await complete(running)
+        await complete(running, 1000)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+async def test_a_stage_that_was_given_up_for_good_serves_again(
+    least: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with opened(restart=Restart(type="temporary"), min=least) as system:
+        system.spawner.living[Address("second", 0)].kill()
+        await trio.sleep(RETRY_S / 2)
+        assert system.states == ["failed"]
+        with pytest.raises(StageUnavailable):
+            system.ask()
+        system.behavior = WorkerBehavior(fails="no memory")
+        await trio.sleep(RETRY_S)
+        if least:
+            assert system.states == ["failed"], "its replacement cannot load"
+            with pytest.raises(StageUnavailable):
+                system.ask()
+        system.behavior = WorkerBehavior(turn_s=0.1)
+        await trio.sleep(2 * RETRY_S)
+        assert system.states == ["ready"] * least
+        await complete([system.ask(3)], 3)
+
+
+async def test_a_draining_replica_returns_when_the_last_other_one_is_given_up(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with opened(replicas=2, restart=Restart(type="temporary")) as system, trio.open_nursery() as nursery:
+        running = [system.ask(1000) for _ in range(2)]
+        await trio.sleep(1.0)
+        nursery.start_soon(partial(system.omni.scale, "second", 1, drain_s=250.0))
+        await trio.sleep(0.1)
+        assert system.states == ["ready", "draining"]
+        system.spawner.living[Address("second", 0)].kill()
+        await trio.sleep(RETRY_S + 2 * DECIDED_S)
+        assert system.states == ["ready"]
+        with pytest.raises(StageUnavailable):
+            await complete(running[:1], 1000)
+        await complete(running[1:], 1000)
 
 
 async def test_with_processes_nothing_is_lost() -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from omni_actors.protocol.messages import Address
 from omni_actors.stress.simulation.worker import WorkerBehavior
 from omni_actors.system import OmniSystem, Scaled
 from tests.support.echo_systems import one_stage, read
-from tests.support.scaled_system import LOAD_S, numbers, opened
+from tests.support.scaled_system import LOAD_S, Scaling, numbers, opened
 
 
 async def test_replicas_come_and_go_while_requests_run(autojump_clock: trio.testing.MockClock) -> None:
@@ -218,6 +219,76 @@ async def test_a_change_replaces_replicas_that_were_given_up_for_good(autojump_c
         await trio.sleep(0.1)
         assert (await scaling.omni.scale("second", 1)).before == 2
         assert scaling.states == {1: "ready"}
+
+
+async def test_sleep_during_a_change_leaves_a_given_up_stage_as_it_was(autojump_clock: trio.testing.MockClock) -> None:
+    """At each point of the change: either it came first, or it has changed nothing. The stage is tried when woken."""
+    for turns in range(12):
+        async with opened(restart=Restart(type="temporary")) as scaling, trio.open_nursery() as nursery:
+            scaling.spawner.living[Address("second", 0)].kill()
+            await trio.sleep(0.1)
+            nursery.start_soon(scale_unless_asleep, scaling)
+            for _ in range(turns):
+                await trio.lowlevel.checkpoint()
+            await scaling.omni.sleep(2, stages=["second"])
+            await scaling.omni.wake_up()
+            assert scaling.states == {0: "ready"}
+            assert await numbers(scaling.ask()) == [0, 1, 2]
+
+
+async def test_a_cancelled_change_never_leaves_a_stage_without_replicas(autojump_clock: trio.testing.MockClock) -> None:
+    """One replica is given up, and the request of a draining one is ending."""
+    for early, turns in itertools.product(range(3), range(0, 12, 2)):
+        async with opened(replicas=2, restart=Restart(type="temporary")) as scaling, trio.open_nursery() as nursery:
+            running = [scaling.ask(30) for _ in range(2)]
+            await trio.sleep(1)
+            nursery.start_soon(scaling.omni.scale, "second", 1)
+            await trio.sleep(0.1)
+            assert scaling.states == {0: "ready", 1: "draining"}
+            scaling.spawner.living[Address("second", 0)].kill()
+            with pytest.raises(StageUnavailable):
+                await numbers(running[0])
+            async for output in running[1]:
+                if output.data["n"] == 28:
+                    break
+            await trio.sleep(0.1)
+            for _ in range(early):
+                await trio.lowlevel.checkpoint()
+            with trio.CancelScope() as scope:
+                nursery.start_soon(cancel_after, turns, scope)
+                await scaling.omni.scale("second", 1)
+            await trio.sleep(2 * LOAD_S)
+            assert scaling.states, f"cancelled {turns} turns after its begin"
+            if list(scaling.states.values()) == ["ready"]:
+                assert await numbers(scaling.ask()) == [0, 1, 2]
+            else:
+                with pytest.raises(StageUnavailable):
+                    scaling.ask()
+
+
+async def scale_unless_asleep(scaling: Scaling) -> None:
+    with suppress(StageAsleep):
+        await scaling.omni.scale("second", 1)
+
+
+async def cancel_after(turns: int, scope: trio.CancelScope) -> None:
+    for _ in range(turns):
+        await trio.lowlevel.checkpoint()
+    scope.cancel()
+
+
+async def test_fewer_replicas_after_all_were_given_up(autojump_clock: trio.testing.MockClock) -> None:
+    async with opened(replicas=3, restart=Restart(type="temporary")) as scaling:
+        for number in range(3):
+            scaling.spawner.living[Address("second", number)].kill()
+        await trio.sleep(0.1)
+        scaling.behavior = WorkerBehavior(fails="no memory")
+        with pytest.raises(StageFailed, match="no memory"):
+            await scaling.omni.scale("second", 1)
+        assert scaling.states == {0: "failed"}
+        scaling.behavior = WorkerBehavior()
+        assert (await scaling.omni.scale("second", 1)).before == 1
+        assert scaling.states == {0: "ready"}
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

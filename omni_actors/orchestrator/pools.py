@@ -62,12 +62,16 @@ class Pools:
         if self.serves(stage):
             self._failed_stages.pop(stage, None)
 
+    def recover(self, stage: str) -> None:
+        """Let requests wait for a stage again, unless all its replicas are given up still."""
+        if not self._placement.has_failed(stage):
+            self._failed_stages.pop(stage, None)
+
     @trio.lowlevel.enable_ki_protection
     def remove(self, replica: Replica) -> None:
         """Forget a replica, which has no worker any more."""
         self._placement.remove(replica)
-        if not self._placement.has_failed(replica.address.stage):
-            self._failed_stages.pop(replica.address.stage, None)
+        self.recover(replica.address.stage)
         self._dispatcher.trials.return_replica(replica.address)
         self._suspects.advance()
 

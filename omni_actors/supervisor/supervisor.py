@@ -152,6 +152,10 @@ class Supervisor:
         incarnation.scope.cancel()
         with trio.CancelScope(shield=True):
             await incarnation.ended.wait()
+        self.forget(replica)
+
+    def forget(self, replica: Replica) -> None:
+        """Forget a replica, of which no worker is left."""
         del self.replicas[replica.address]
         self._generations[replica.address] = replica.generation
         self.changes.unpark_all()

@@ -97,6 +97,11 @@ class AutoscaleRule:
         self._stall: tuple[float, float] | None = None
         """Rule 1: since when all replicas are ready and requests queue for too long, and the queue time then."""
 
+    @property
+    def least(self) -> int:
+        """The least number that it decides."""
+        return self._settings.min
+
     def decide(self, demand: Demand) -> int:
         """Return how many replicas the stage is to have."""
         now, settings = demand.now, self._settings

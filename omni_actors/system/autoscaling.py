@@ -7,6 +7,8 @@ Rules
 3. While generation is paused or the stage sleeps, nothing is decided: what waits then does not wait for replicas.
    The rule measures the load anew afterwards.
 4. If a replica cannot load, or there is no device for it, that is logged, and the next change waits for ``RETRY_S``.
+5. A replica that was given up for good is removed after ``RETRY_S``, and the number becomes that of the others, but not
+   less than ``min``. From then on, the rule decides about its successor.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ class AutoscaleControl(ScaleControl):
             try:
                 with suppress(StageAsleep, SystemClosed):
                     async with self._changing[stage]:
-                        if self._present(stage) == before:  # ``scale`` may have come first
-                            record(Autoscaled(stage=stage, before=before, after=after))
+                        if self._orchestrator.pools.wanted(stage) == before:  # ``scale`` may have come first
+                            if after != before:
+                                record(Autoscaled(stage=stage, before=before, after=after))
                             drains = await self._change(stage, after)
             except (InvalidRequest, StageFailed) as error:
                 record(AutoscaleFailed(stage=stage, replicas=after, error=str(error), retry_in_s=RETRY_S))
@@ -61,23 +64,26 @@ class AutoscaleControl(ScaleControl):
                     rule.hold(trio.current_time())
                     continue
                 demand = self._demand(stage)
-                wanted = rule.decide(demand)
-                if wanted != demand.wanted and not changing:
+                wanted, others = rule.decide(demand), self._beside_lost(stage)
+                if others is not None:
+                    wanted = max(rule.least, min(demand.wanted, others))
+                if (wanted != demand.wanted or others is not None) and not changing:
                     changing = True
                     nursery.start_soon(change, demand.wanted, wanted)
 
+    def _beside_lost(self, stage: str) -> int | None:
+        """Return how many workers a stage has beside those that were given up too long ago; None: there are none."""
+        staying = [each for each in self._orchestrator.pools.replicas(stage) if not each.leaving]
+        since = trio.current_time() - RETRY_S
+        lost = [each for each in staying if each.given_up and each.died_at is not None and each.died_at <= since]
+        return len(staying) - len(lost) if lost else None
+
     def _demand(self, stage: str) -> Demand:
         pools = self._orchestrator.pools
-        present = self._present(stage)
         return Demand(
             now=trio.current_time(),
             arrived=pools.arrived(stage),
             unfinished=pools.unfinished_since(stage),
-            wanted=present,
-            ready=min(present, sum(each.accepts_work for each in pools.replicas(stage))),
+            wanted=pools.wanted(stage),
+            ready=min(pools.wanted(stage), sum(each.accepts_work for each in pools.replicas(stage))),
         )
-
-    def _present(self, stage: str) -> int:
-        """Return how many replicas a stage is to have, less those that were given up for good."""
-        pools = self._orchestrator.pools
-        return min(pools.wanted(stage), sum(not each.given_up for each in pools.replicas(stage)))

@@ -123,22 +123,23 @@ class ScaleControl(Control):
         before = pools.wanted(stage)
         self._require_open(stage)
         while True:
-            change = self._plan(stage, workers)
-            given_up = [each for each in pools.replicas(stage) if each.given_up and not each.leaving]
-            specs = self._new_specs(stage, workers) if change.new else []
-            if change.new and self._stopping(stage):
+            change, given_up = self._plan(stage, workers), self._given_up(stage)
+            if unreaped := [each for each in given_up if not each.incarnation.ended.is_set()]:
+                await unreaped[0].incarnation.ended.wait()
+            elif change.new and self._stopping(stage):
                 await self.wait_changed()
-            elif given_up:
-                with trio.CancelScope(shield=True):  # without them, requests would wait for a replica that is not added
-                    await self._drain_all(self._begin_drains(given_up), 0.0)
             else:
                 break
             self._require_open(stage)
+        specs = self._new_specs(stage, workers) if change.new else []
+        for each in given_up:  # no checkpoint follows until there are others: requests would wait in vain
+            self._supervisor.forget(each)
+            pools.remove(each)
         for each in change.returning:
             self._take_back(each)
         pools.want(stage, replicas)
         if specs:
-            await self._add(stage, specs, before)
+            await self._add(stage, specs, min(before, replicas))
         return self._begin_drains(change.leaving)
 
     def _require_open(self, stage: str) -> None:
@@ -153,6 +154,10 @@ class ScaleControl(Control):
         order = self._orchestrator.pools.leave_order(stage)
         draining = [each for each in reversed(order) if each in self._drains and each.can_stay]
         return plan_change(workers, [each for each in order if not each.leaving and not each.given_up], draining)
+
+    def _given_up(self, stage: str) -> list[Replica]:
+        """Return the replicas of a stage that were given up for good, those that are being removed aside."""
+        return [each for each in self._orchestrator.pools.replicas(stage) if each.given_up and not each.leaving]
 
     def _stopping(self, stage: str) -> bool:
         """Whether a stage has replicas that leave and cannot be taken back: they are gone soon."""
@@ -177,8 +182,11 @@ class ScaleControl(Control):
             raise InvalidRequest(f"replicas: {error}", param="replicas", code="no_devices") from error
         return [worker_spec(self.pipeline, self._models, Address(stage, each), devices[each]) for each in free]
 
-    async def _add(self, stage: str, specs: Sequence[WorkerSpec], before: int) -> None:
-        """Add replicas, and wait until each has been ready. Raises StageFailed, SystemClosed."""
+    async def _add(self, stage: str, specs: Sequence[WorkerSpec], least: int) -> None:
+        """Add replicas, and wait until each has been ready. Raises StageFailed, SystemClosed.
+
+        least: how many the stage has afterwards even if none can load; of those, some were given up then.
+        """
         pools = self._orchestrator.pools
         added = [self._supervisor.add(spec) for spec in specs]
         for each in added:
@@ -187,9 +195,9 @@ class ScaleControl(Control):
             await self.wait_changed()
         if failed := [each for each in added if each.load_s is None]:
             left = sum(not each.leaving for each in pools.replicas(stage)) - len(failed)
-            pools.want(stage, max(before, min(pools.wanted(stage), left)))  # rather a replica than a standby
+            pools.want(stage, max(least, min(pools.wanted(stage), left)))  # rather a replica than a standby
             failure = failed[0].failure
-            await self._drain_all(self._begin_drains(failed[max(0, before - left) :]), 0.0)
+            await self._drain_all(self._begin_drains(failed[max(0, least - left) :]), 0.0)
             assert failure is not None, "a failed replica has the reason"
             raise failure
 

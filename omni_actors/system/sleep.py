@@ -141,6 +141,8 @@ class SleepControl(ScaleControl):
         calls = self._begin_calls("wake_up", {"tags": tags and list(tags)}, level_1, timeout_s, changes_state=True)
         self._orchestrator.closures.asleep.difference_update(level_2)
         await self._supervisor.start_stages(level_2)
+        for stage in level_2:
+            self._orchestrator.pools.recover(stage)  # one that was given up is tried again
         if tags is None:  # of a worker that starts from now on, nothing sleeps
             self.drop_desired("sleep", stages=level_1)
         replies = await self._replies(calls, level_1)
