@@ -115,7 +115,7 @@ class WorkerRecovered(WorkerEvent, frozen=True, kw_only=True):
     lost_s: float
 
     def __str__(self) -> str:
-        return f"{self.worker} is ready again as pid {self.pid}; {self.lost_s:.2f} s were lost"
+        return f"{self.worker} is ready again as pid {self.pid}; it was down for {self.lost_s:.2f} s"
 
 
 class RequestsReplayed(WorkerEnd, frozen=True, kw_only=True):

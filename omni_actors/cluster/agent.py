@@ -25,6 +25,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
+from importlib.metadata import version
 from typing import Annotated, Final
 
 import msgspec
@@ -136,7 +137,8 @@ class _Agent:
         self._rings = AgentRings(pump)
         log = _Log(self._connection)
         try:
-            self._connection.post(control.Hello(os.getpid(), pump.address, len(os.sched_getaffinity(0))))
+            cpus = len(os.sched_getaffinity(0))
+            self._connection.post(control.Hello(version(control.PACKAGE), os.getpid(), pump.address, cpus))
             with self._ended:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write)

@@ -24,6 +24,8 @@ import msgspec
 from omni_actors.errors import OmniError, WorkerExit
 from omni_actors.protocol.messages import Address
 
+PACKAGE: Final = "omni-actors"
+"""The distribution whose version both sides must have."""
 MOST_BYTES: Final = 2 << 20
 """The most bytes of a frame's payload. The largest message is a packet of a worker, or the last lines of its stderr."""
 BATCH_BYTES: Final = 64 << 10
@@ -47,8 +49,12 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Hello(_Message, frozen=True):
-    """The first message: the agent runs. links: host and port at which it accepts links. cpus: how many it may use."""
+    """The first message: the agent runs. links: host and port at which it accepts links. cpus: how many it may use.
 
+    version: of the package omni-actors there, which must be the parent's.
+    """
+
+    version: str
     pid: int
     links: tuple[str, int]
     cpus: int

@@ -39,12 +39,8 @@ class Places(Protocol):
         """Wait until a worker has a place, and return it. on_waiting: called with the reason when it waits."""
         ...
 
-    def started(self, address: Address) -> None:
-        """Note that a worker runs at its place."""
-        ...
-
-    def ended(self, address: Address) -> None:
-        """Note that nothing of a worker is left."""
+    def release(self, address: Address) -> None:
+        """Let others have the place of a worker that is not started again for now."""
         ...
 
     def join(self, node: Node) -> None:

@@ -12,23 +12,22 @@ from omni_actors.cluster.placement import PARENT, Node, first_workers
 from omni_actors.cluster.placements import Placements
 from omni_actors.cluster.ray_messages import LOCAL, RayNode
 from omni_actors.cluster.ray_nodes import Resources, open_ray
-from omni_actors.cluster.spawner import LEASE_S, ClusterSpawner, open_cluster
+from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
 from omni_actors.cluster.tls import make_credentials
-from omni_actors.config import Pipeline, Stage
+from omni_actors.config import Cluster, Pipeline, Stage
 from omni_actors.config.devices import VISIBLE, DeviceLayoutError, configured_devices, stage_layout, visible_devices
 from omni_actors.errors import ConfigError
 
 
 @asynccontextmanager
-async def open_on_ray(pipeline: Pipeline, address: str, *, lease_s: float = LEASE_S) -> AsyncIterator[ClusterSpawner]:
+async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[ClusterSpawner]:
     """Give every worker of a pipeline a place, start an agent on each node, and give the spawner.
 
     Args:
-        pipeline: Its section ``cluster`` says where workers may run, and whether nodes use TLS. Without one, all
-            run on the parent's node.
+        pipeline: Its section ``cluster`` says where workers may run, how long leases are, and whether nodes use TLS.
+            Without one, all run on the parent's node.
         address: Of Ray's head ("10.0.0.1:6379"), "auto" (the Ray that this machine is a node of), or "local": a Ray
             of one node is started on this machine, with an agent, to try a pipeline's placement.
-        lease_s: For how long, in seconds, the workers of a node may run without hearing of the parent.
 
     Raises ClusterUnavailable (no Ray, or no agent on a node), NoPlace (there is no node for a worker), ConfigError
     (``device_handles``, or no package for TLS).
@@ -45,8 +44,9 @@ async def open_on_ray(pipeline: Pipeline, address: str, *, lease_s: float = LEAS
         places.plan()
         reserved = {node.name: _resources(pipeline, places, node) for node in nodes}
         ray.resources = reserved.__getitem__
-        tls = make_credentials() if pipeline.cluster is not None and pipeline.cluster.tls else None
-        async with open_cluster(nodes, ray, places, host=here.address, lease_s=lease_s, tls=tls) as spawner:
+        settings = pipeline.cluster or Cluster()
+        tls = make_credentials() if settings.tls else None
+        async with open_cluster(nodes, ray, places, host=here.address, lease_s=settings.lease_s, tls=tls) as spawner:
             yield spawner
 
 

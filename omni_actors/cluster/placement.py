@@ -106,6 +106,19 @@ def place(
     return {address: plan.places[address] for address in wanted}
 
 
+def place_each(
+    pipeline: Pipeline, wanted: Collection[Address], nodes: Sequence[Node], held: Places
+) -> dict[Address, Place | NoPlace]:
+    """Return a place for each wanted worker as ``place`` does, or why there is none for its unit."""
+    plan, refused = _Plan(pipeline, nodes, held), dict[Address, NoPlace]()
+    for unit in plan.units(wanted):
+        try:
+            plan.place_unit(unit)
+        except NoPlace as error:
+            refused |= dict.fromkeys(unit, error)
+    return {address: refused.get(address) or plan.places[address] for address in wanted}
+
+
 Unit: TypeAlias = tuple[Address, ...]
 
 

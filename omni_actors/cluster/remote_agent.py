@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from importlib.metadata import version
 from typing import TypeAlias
 
 import trio
@@ -249,6 +250,8 @@ class RemoteAgent:
                 self._on_link_lost(generation, reason)
             case control.LogLine(logger, text) if logger.startswith(WORKER_LOGGERS):
                 logging.getLogger(logger).info(text)
+            case control.Hello() if message.version != (mine := version(control.PACKAGE)):
+                self.give_up(f"it runs omni-actors {message.version}, and the parent {mine}")
             case control.Hello():
                 self.pid, self.links, self.cpus = message.pid, message.links, message.cpus
             case control.LogLine():

@@ -137,7 +137,6 @@ class ClusterSpawner:
         except NoSuchDevice as error:
             raise SpawnFailed(str(error)) from error
         agent = self._placed[address] = None if self._nodes[at.node].has(PARENT) else self._agents[at.node]
-        self._places.started(address)
         try:
             if agent is None:
                 local = self._local.spawn(address, mailbox_capacity, environment=environment, lock_fds=lock_fds)
@@ -151,7 +150,6 @@ class ClusterSpawner:
         finally:
             del self._placed[address]
             self._workers.pop(address, None)
-            self._places.ended(address)
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...]:
         """Wait until a worker can be started somewhere. Return its devices if that is the parent's node, else none."""
@@ -164,6 +162,9 @@ class ClusterSpawner:
         Raises NoSuchDevice.
         """
         return at_places(at.devices, os.environ.get(VISIBLE)) if self._nodes[at.node].has(PARENT) else at.devices
+
+    def release(self, address: Address) -> None:
+        self._places.release(address)
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         """Return a ring between two workers wherever they run, or between a worker and the client. Raises OSError."""

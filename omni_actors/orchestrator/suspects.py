@@ -186,14 +186,15 @@ class Suspects:
     def _try(self, stage: str) -> None:
         """Begin the next trial of a stage, or the drain that it needs, or end a culprit that cannot be tried."""
         now, serving = trio.current_time(), [each.address for each in self._placement.serving(stage)]
-        if not serving:
-            return
+        draining = self._trials.draining(stage)
+        if not serving or (draining is None and not self._trials.is_due(stage, now)):
+            return  # before all requests are looked at
         running = self._dispatcher.running()
         loads = collections.Counter(
             each.replay_state.placement.get(stage) for each in running if stage not in each.stats
         )
         unused = [address for address in serving if not loads[address]]
-        if (group := self._trials.draining(stage)) is not None:
+        if (group := draining) is not None:
             if group.address in unused:
                 self._begin(group, group.address, alone=True)
             elif now >= group.ends_at:

@@ -276,6 +276,20 @@ class Trials:
             del self.running[group.address]
         return True
 
+    def is_due(self, stage: str, now: float) -> bool:
+        """Return whether a stage may try a group now, if a replica is free, or end a culprit that cannot be tried."""
+        group = self._first(stage)
+        if group is not None and (not group.is_culprit or now >= min(self._quiet_at(group), self._waits_until(group))):
+            return True
+        return bool(self.exhausted(stage, now))
+
+    def _first(self, stage: str) -> Group | None:
+        """Return the group that a stage tries first; None: there is none, or the stage is trying another one."""
+        waiting = self.waiting(stage)
+        if not waiting or any(group.stage == stage for group in self.running.values()):
+            return None
+        return min(waiting, key=lambda each: (each.has_culprit, each.is_culprit, each.since))
+
     def next(self, stage: str, now: float, *, is_unused: bool, others_wait: bool) -> Group | None:
         """Return the group that a stage tries next, or a culprit that needs a drained replica; None: none is due.
 
@@ -285,10 +299,8 @@ class Trials:
             is_unused: Whether a replica of the stage works on no request.
             others_wait: Whether a request that is not a suspect waits for the stage.
         """
-        waiting = self.waiting(stage)
-        if not waiting or any(group.stage == stage for group in self.running.values()):
+        if (group := self._first(stage)) is None:
             return None
-        group = min(waiting, key=lambda each: (each.has_culprit, each.is_culprit, each.since))
         wait_is_over = now >= self._waits_until(group)
         if group.is_culprit:
             stage_is_free = is_unused and not others_wait and now >= self._quiet_at(group)

@@ -63,6 +63,9 @@ class RefusingSpawner:
         marked = {leaks.MARKER: os.environ[leaks.MARKER], **environment}
         return self._spawner.spawn(address, mailbox_capacity, environment=marked, lock_fds=lock_fds)
 
+    def release(self, address: Address) -> None:
+        self._spawner.release(address)
+
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         for stage in (producer.stage, consumer.stage):
             if self.refusals[stage] > 0:

@@ -130,6 +130,10 @@ class Spawner(Protocol):
         """
         ...
 
+    def release(self, address: Address) -> None:
+        """Let other workers have the place of one that has ended, and is not started again for now."""
+        ...
+
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         """Return a ring of ``capacity`` bytes between two workers, or a worker and the client. Raises OSError."""
         ...
@@ -340,6 +344,9 @@ class LocalSpawner:
                     with trio.CancelScope(shield=True):
                         await worker.wait_dead()
                     process.close()
+
+    def release(self, address: Address) -> None:
+        """Do nothing: this machine is the only place."""
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         return Ring.create(capacity, generation=generation)

@@ -111,6 +111,7 @@ class Supervisor:
         for each in stopped:
             if each.asleep:
                 each.state, each.note = ReplicaState.ASLEEP, "asleep"
+                self._spawner.release(each.address)
         self.changes.unpark_all()
 
     async def start_stages(self, stages: Collection[str]) -> None:
@@ -158,6 +159,7 @@ class Supervisor:
         """Forget a replica, of which no worker is left."""
         del self.replicas[replica.address]
         self._generations[replica.address] = replica.generation
+        self._spawner.release(replica.address)
         self.changes.unpark_all()
 
     async def _start(self, replicas: Iterable[Replica]) -> None:
@@ -205,6 +207,7 @@ class Supervisor:
             died = incarnation.state is IncarnationState.DEAD
             incarnation.advance(IncarnationEvent.END)
         if died and replica.state is ReplicaState.FAILED:
+            self._spawner.release(replica.address)
             await self._try_again(replica)
         elif died and not incarnation.stopped_with_another:
             await self._restart(replica)

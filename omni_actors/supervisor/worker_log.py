@@ -29,7 +29,7 @@ def died(replica: Replica, exit: WorkerExit, requests: int, why_given_up: str | 
     requests: how many requests the worker held.
     """
     facts = {**_identity(replica), "pid": exit.pid or None, "signal": exit.signal, "exit_code": exit.exit_code}
-    reason = exit.reason if exit.pid else replica.incarnation.load_error
+    reason = exit.reason if exit.pid else exit.reason or replica.incarnation.load_error
     record(WorkerDied(**facts, reason=reason, requests=requests))
     if why_given_up is not None:
         retry_in_s = None if replica.retry_at is None else round(replica.retry_at - trio.current_time(), 3)

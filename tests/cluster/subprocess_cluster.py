@@ -39,8 +39,7 @@ class FixedPlaces:
                 on_waiting(str(error))
             await self._changed.park()
 
-    def started(self, address: Address) -> None: ...
-    def ended(self, address: Address) -> None: ...
+    def release(self, address: Address) -> None: ...
 
     def join(self, node: Node) -> None:
         self._lost.discard(node.name)

@@ -13,7 +13,7 @@ from omni_actors.protocol.messages import Address
 
 KEY = secrets.token_bytes(32)
 SENT: list[control.FromAgent] = [
-    control.Hello(7, ("127.0.0.1", 9), 2),
+    control.Hello("1.2", 7, ("127.0.0.1", 9), 2),
     control.FromWorker(1, b"packet"),
     control.Ending(1, WorkerExit(8, "SIGKILL", None, ("last line",))),
     control.Statistics({3: (4096, 1, 2, 3)}),

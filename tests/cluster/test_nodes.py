@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from omni_actors import OmniSystem
+from omni_actors.cluster import remote_agent
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.spawner import MOST_STRANGERS, open_cluster
@@ -165,6 +166,13 @@ async def test_a_worker_that_hangs_on_another_node_is_killed_and_its_stderr_is_k
         assert caught.value.exit_code == 3
         assert "out of luck" in caught.value.stderr_tail[-1]
         assert "out of luck" in caplog.text
+
+
+async def test_an_agent_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_agent, "version", lambda package: "0.0.1")
+    with pytest.raises(ClusterUnavailable, match=r"it runs omni-actors \S+, and the parent 0\.0\.1"):
+        async with open_on_nodes(long_answers(), LAYOUTS["one node"]):
+            pass
 
 
 @pytest.mark.slow

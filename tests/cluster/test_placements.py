@@ -29,19 +29,14 @@ def placements(*nodes: Node, cluster: Mapping[str, Any] | None = None, a: Any = 
 
 
 def node(found: Placements, address: Address) -> str:
-    """Start a worker, and return its node."""
-    at = found.find(address)
-    found.started(address)
-    return at.node
+    """Return the node of a worker that is started."""
+    return found.find(address).node
 
 
 def test_a_worker_keeps_its_place_over_its_restarts() -> None:
     found = placements(G1, G2, a={"device": "cuda", "replicas": 2})
     places = [found.find(A0), found.find(A1)]
     assert [at.node for at in places] == ["g1", "g2"]
-    for address in (A0, A1):
-        found.started(address)
-        found.ended(address)
     assert [found.find(A1), found.find(A0)] == places[::-1]
 
 
@@ -51,8 +46,7 @@ def test_the_workers_of_a_lost_node_move() -> None:
     found.lose("g1")
     assert found.of(A0) is None
     assert [each.alive for each in found.nodes] == [True, False, True]
-    found.ended(A0)
-    assert (node(found, A0), found.find(B0).node) == ("g2", "here")
+    assert (node(found, A0), node(found, B0)) == ("g2", "here")
 
 
 async def test_a_worker_waits_for_a_node_and_says_why(autojump_clock: trio.testing.MockClock) -> None:
@@ -75,7 +69,7 @@ async def test_a_worker_waits_for_a_node_and_says_why(autojump_clock: trio.testi
     assert at == ["g1"]
 
 
-async def test_a_worker_waits_until_another_one_ends(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_worker_waits_until_a_place_is_released(autojump_clock: trio.testing.MockClock) -> None:
     found, at = placements(G1, a={"device": "cuda", "replicas": 2}), list[str]()
     node(found, A0)
 
@@ -86,9 +80,8 @@ async def test_a_worker_waits_until_another_one_ends(autojump_clock: trio.testin
         nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()
         assert not at
-        found.ended(A0)
-    assert at == ["g1"], "the place of a worker that does not run is given away where there is no other"
-    found.started(A1)
+        found.release(A0)
+    assert at == ["g1"]
     with pytest.raises(NoPlace):
         found.find(A0)
 
@@ -106,8 +99,6 @@ def test_colocated_workers_move_together() -> None:
     found = placements(G1, G2, cluster={"colocate": (("a", "b"),)}, b={"device": "cuda"})
     assert (node(found, A0), node(found, B0)) == ("g1", "g1")
     found.lose("g1")
-    found.ended(A0)
-    found.ended(B0)
     assert (node(found, B0), node(found, A0)) == ("g2", "g2")
 
 
@@ -123,3 +114,36 @@ def test_a_plan_of_all_workers_at_first() -> None:
     assert [found.find(each).node for each in (A0, B0)] == ["g1", "here"]
     with pytest.raises(NoPlace, match=r"a\.1: here, g1: it has no devices"):
         placements(HERE, G1, a={"device": "cuda", "replicas": 2}).plan()
+
+
+def test_a_replica_that_was_removed_needs_no_room_beside_its_colocated_one() -> None:
+    cluster = {"colocate": (("a", "b"),), "spread": ("a",)}
+    found = placements(G1, G2, cluster=cluster, a={"replicas": 2}, b={"device": "cuda"})
+    found.plan()
+    assert [node(found, each) for each in (A0, B0, A1, B1)] == ["g1", "g1", "g2", "g2"]
+    found.release(B1)
+    found.lose("g2")
+    found.join(HERE)
+    assert node(found, A1) == "here"
+
+
+def test_after_the_loss_of_several_nodes_the_larger_units_come_first() -> None:
+    """Whichever worker is started first, and although a node is back later than the other one."""
+    a2 = Address("a", 2)
+    small, large = Node(name="small", gpus=1), Node(name="large", gpus=2)
+    found = placements(
+        *(small, large),
+        cluster={"colocate": (("a", "b"),)},
+        a={"device": "cuda", "replicas": 3},
+        b={"device": "cuda", "devices_per_replica": 2},
+    )
+    found.plan()
+    assert {each: node(found, each) for each in (A0, B0)} == {A0: "large", B0: "large"}
+    for each in (small, large):
+        found.lose(each.name)
+    found.join(large)
+    assert node(found, A1) == "large"
+    with pytest.raises(NoPlace):
+        found.find(a2)
+    found.join(small)
+    assert {each: node(found, each) for each in (A0, B0, a2)} == {A0: "large", B0: "large", a2: "small"}

@@ -93,7 +93,7 @@ def test_a_death_and_its_recovery_in_plain_words(start: Start) -> None:
         lines = [
             f"WARNING stage 'mind' (replica 0, generation 1) died: pid {pid} was killed by SIGKILL; it held 1 request",
             r"INFO stage 'mind' (replica 0, generation 2) was restarted as pid \d+, \d+.\d\d s after the death",
-            r"INFO stage 'mind' (replica 0, generation 2) is ready again as pid \d+; \d+.\d\d s were lost",
+            r"INFO stage 'mind' (replica 0, generation 2) is ready again as pid \d+; it was down for \d+.\d\d s",
             r"INFO 1 request was replayed \d+.\d\d s after the death of stage 'mind' (replica 0, generation 1)",
         ]
         patterns = [f"{TIME} {line.replace('(', '[(]').replace(')', '[)]')}" for line in lines]

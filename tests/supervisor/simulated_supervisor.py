@@ -112,6 +112,7 @@ class SimulatedSystem:
         self.counts = True
         """Whether deaths count against the restart intensity."""
         self.unspawnable: set[str] = set()
+        self.released = list[Address]()
         self.unplaceable: dict[Address, str] = {}
         """Why workers cannot be placed, until ``places`` is unparked."""
         self.places = trio.lowlevel.ParkingLot()
@@ -179,6 +180,9 @@ class SimulatedSystem:
         while (reason := self.unplaceable.get(address)) is not None:
             on_waiting(reason)
             await self.places.park()
+
+    def release(self, address: Address) -> None:
+        self.released.append(address)
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         raise AssertionError("there are no edges")

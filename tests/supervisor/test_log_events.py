@@ -17,6 +17,7 @@ from omni_actors.log_events import (
     WorkerRestarted,
     log,
 )
+from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.replica import ReplicaState
 from tests.supervisor.simulated_supervisor import POLICY, SimulatedSystem
 
@@ -93,6 +94,21 @@ async def test_replicas_that_are_restarted_with_a_dead_one_are_logged_too(
     assert sorted(each[1:] for each in summary(caplog) if each[0] is WorkerRecovered) == [("one", 2), ("two", 2)]
     died = events(caplog)[1]
     assert isinstance(died, WorkerDied)
+    assert died.reason == "restarted with stage 'one' (rest_for_one)"
+
+
+async def test_a_replica_that_is_restarted_while_it_waits_for_a_place_has_a_reason(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = replace(POLICY, strategy="rest_for_one")
+    async with SimulatedSystem(LINE, one={"restart": policy}).running() as system:
+        system.unplaceable[Address("two", 0)] = "no device is free"
+        system.worker("two").die(exit_code=3)
+        await trio.sleep(1)
+        system.worker("one").die(signal="SIGSEGV")
+        await trio.testing.wait_all_tasks_blocked()
+    died = [each for each in events(caplog) if isinstance(each, WorkerDied)][-1]
+    assert (died.stage, died.pid) == ("two", None)
     assert died.reason == "restarted with stage 'one' (rest_for_one)"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import trio
 import trio.testing
 
+from omni_actors.config import Restart
 from omni_actors.supervisor.replica import ReplicaState
 from tests.supervisor.simulated_supervisor import SimulatedSystem
 
@@ -24,6 +25,25 @@ async def test_a_replica_waits_for_a_place(autojump_clock: trio.testing.MockCloc
         await trio.sleep(4.0)
         assert (replica.state, replica.note) == (ReplicaState.READY, "ready")
         assert len(system.exits) == 1
+
+
+async def test_a_replica_that_gets_no_worker_for_now_has_no_place(autojump_clock: trio.testing.MockClock) -> None:
+    """A restart keeps the place. Sleep, removal and giving up release it, when nothing of the worker is left."""
+    system = SimulatedSystem({"mind": ()}, replicas=2, mind={"restart": Restart(intensity=1, retry_s=7.0)})
+    async with system.running():
+        first, second = system.supervisor.replicas.values()
+        system.worker("mind").die(exit_code=1)
+        await trio.sleep(1.0)
+        assert system.released == []
+        system.worker("mind").die(exit_code=1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert (first.state, system.released) == (ReplicaState.FAILED, [first.address])
+        await trio.sleep(8.0)
+        assert first.state is ReplicaState.READY
+        await system.supervisor.stop_stages(["mind"])
+        assert system.released[1:] == [first.address, second.address]
+        await system.supervisor.remove(second, None)
+        assert system.released[3:] == [second.address]
 
 
 async def test_closing_while_a_replica_waits_for_a_place(autojump_clock: trio.testing.MockClock) -> None:

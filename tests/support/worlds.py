@@ -63,6 +63,9 @@ class WorldSpawner:
                 assert parent in {agent.pid for agent in self._spawner.agents.values()}, "a worker without an agent"
             yield worker
 
+    def release(self, address: Address) -> None:
+        self._spawner.release(address)
+
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         return self._spawner.create_ring(producer, consumer, capacity, generation)
 

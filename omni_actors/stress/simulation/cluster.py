@@ -117,7 +117,6 @@ class SimulatedCluster:
             address=address, pid=pid, behavior=behavior, mailbox_capacity=mailbox_capacity, note=self._note
         )
         node = self.placements.find(address).node
-        self.placements.started(address)
         self._note(f"{process} is spawned on {node}: {behavior}")
         self._refused = address if behavior.refused else None
         self.living[address], self.node_of[address] = process, node
@@ -133,7 +132,6 @@ class SimulatedCluster:
                         await worker.wait_dead()
         finally:
             del self.living[address], self.node_of[address], self._views[address]
-            self.placements.ended(address)
 
     @asynccontextmanager
     async def _connected(self, process: SimulatedWorker, node: str) -> AsyncIterator[SimulatedWorker | RemoteWorker]:
@@ -160,6 +158,9 @@ class SimulatedCluster:
             if process not in self._started:
                 process.kill()
                 process.free()
+
+    def release(self, address: Address) -> None:
+        self.placements.release(address)
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         if self._refused in (producer, consumer):

@@ -62,6 +62,9 @@ class SimulatedSpawner:
             del self.living[address]
             worker.free()
 
+    def release(self, address: Address) -> None:
+        """Do nothing: there is one machine."""
+
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> Ring:
         if self._refused in (producer, consumer):
             self._refused = None
