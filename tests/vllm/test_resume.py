@@ -16,6 +16,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 12},
     "sampled": {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 12, "logprobs": 2},
     "penalized": {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "max_tokens": 12},
+    "structured": {"structured_outputs": {"regex": "[0-9]{4}-[0-9]{2}"}, "seed": 2, "max_tokens": 12},
     "least": {"temperature": 1.0, "seed": 3, "min_tokens": 12, "max_tokens": 12},
 }
 
