@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -38,17 +39,21 @@ HEADINGS = {
 PICTURE_HEADINGS = {"at once": "pictures at once", "steps/s": "denoising steps/s", "picture_s": "a picture, s"}
 
 
-def run(device: str, *, tiny: bool, most_bytes: int) -> Row:
-    """Measure everything and return the figures."""
-    before = measure.free_bytes(device)
+def run(device: str, *, tiny: bool, most_bytes: int, keep: Callable[[Row], None]) -> Row:
+    """Measure everything and return the figures. keep: called with those so far after each part."""
     found: Row = {
-        "device": torch.cuda.get_device_name(device) if before is not None else "CPU",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU",
         "tests": measure.tests(Path(__file__).parents[2]),
         "copies": measure.copies(device),
         "handovers": handover.handovers(device, measure.COPY_BYTES[: 1 if tiny else None]),
         "serving": [],
         "checkpoints": {},
     }
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    before = measure.free_bytes(device)  # beside this process, whose context on the device stays
+    found["memory"] = {"free before": before}
+    keep(found)
     budget = None if tiny else min(most_bytes, int(SHARE * before) if before is not None else most_bytes)
     for name in checkpoints.FAMILIES:
         with tempfile.TemporaryDirectory() as directory:
@@ -56,12 +61,13 @@ def run(device: str, *, tiny: bool, most_bytes: int) -> Row:
             found["checkpoints"][name] = {"layers": saved.layers, "bytes": saved.weights_bytes}
             loads, tokens = (TINY_LOADS, TINY_TOKENS) if tiny else (LOADS, TOKENS)
             found["serving"] += trio.run(measure.serving, name, saved, device, loads, tokens)
+        keep(found)
     with tempfile.TemporaryDirectory() as directory:
         found["checkpoints"]["qwen_image"] = {"layers": pictures.save(Path(directory), budget)}
         loads = TINY_LOADS if tiny else PICTURE_LOADS
         found["pictures"] = trio.run(functools.partial(pictures.serving, Path(directory), device, loads, is_tiny=tiny))
-    after = measure.free_bytes(device)
-    found["memory"] = {"free before": before, "free after": after}
+    found["memory"]["free after"] = measure.free_bytes(device)
+    keep(found)
     return found
 
 
@@ -109,10 +115,13 @@ def main(device: str, tiny: bool, most_gb: float, json_file: Path | None, markdo
     """Measure the omni models with random weights on one device, and print tables."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise click.UsageError(f"torch sees no CUDA device for {device}; try --device cpu --tiny")
-    found = run(device, tiny=tiny, most_bytes=int(most_gb * 1e9))
+
+    def keep(found: Row) -> None:
+        if json_file is not None:
+            json_file.write_text(json.dumps(found, indent=1))
+
+    found = run(device, tiny=tiny, most_bytes=int(most_gb * 1e9), keep=keep)
     Console(soft_wrap=True, highlight=False).print(markdown(found))
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1))
     if markdown_file is not None:
         markdown_file.write_text(markdown(found) + "\n")
 

@@ -121,7 +121,8 @@ async def _recovery(omni: OmniSystem, tokens: int) -> float:
 def copies(device: str) -> list[Row]:
     """Return the rates of copies between a ring and the device, in bytes per second, and of pinned memory beside it.
 
-    Without a CUDA device both are copies in host memory. "pinned" is the machine's limit: memory that torch has pinned.
+    Without a CUDA device all are copies in host memory. Those to and from memory that torch has pinned are the limits of
+    the machine.
     """
     cuda = device.startswith("cuda")
     rows = list[Row]()
@@ -132,7 +133,7 @@ def copies(device: str) -> list[Row]:
             producer, consumer = ring.claim_producer(), ring.claim_consumer()
             there = torch.zeros(size, dtype=torch.uint8, device=device)
             host = torch.zeros(size, dtype=torch.uint8, pin_memory=cuda)
-            out_s, in_s, pinned_s = list[float](), list[float](), list[float]()
+            out_s, in_s, to_pinned_s, from_pinned_s = (list[float]() for _ in range(4))
             for _ in range(COPIES):
                 space = producer.try_reserve(size)
                 assert space is not None, "the ring is empty"
@@ -144,8 +145,14 @@ def copies(device: str) -> list[Row]:
                     arrived = torch.frombuffer(frame.data[:], dtype=torch.uint8)
                     in_s.append(_timed(there, arrived, cuda=cuda))
                     del arrived
-                pinned_s.append(_timed(host, there, cuda=cuda))
-        rates = {"to the ring": out_s, "from the ring": in_s, "pinned": pinned_s}
+                to_pinned_s.append(_timed(host, there, cuda=cuda))
+                from_pinned_s.append(_timed(there, host, cuda=cuda))
+        rates = {
+            "to the ring": out_s,
+            "to pinned memory": to_pinned_s,
+            "from the ring": in_s,
+            "from pinned memory": from_pinned_s,
+        }
         rows.append({"bytes": size} | {name: size / statistics.median(values) for name, values in rates.items()})
     return rows
 
