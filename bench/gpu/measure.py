@@ -121,8 +121,8 @@ async def _recovery(omni: OmniSystem, tokens: int) -> float:
 def copies(device: str) -> list[Row]:
     """Return the rates of copies between a ring and the device, in bytes per second, and of pinned memory beside it.
 
-    Without a CUDA device all are copies in host memory. Those to and from memory that torch has pinned are the limits of
-    the machine.
+    Without a CUDA device all are copies in host memory. Those to and from memory that torch has pinned are what the
+    machine can do.
     """
     cuda = device.startswith("cuda")
     rows = list[Row]()
