@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         wanted: Whether they are.
         voice: The voice.
-        folder: Where each is written, as "answer-1.wav", …; None: nowhere.
+        folder: Where each is written, as "answer-1.wav", …, beside those that are there; None: nowhere.
         player: The command that plays them; None: they are not played.
     """
 
@@ -96,7 +97,7 @@ class Session:
 
     async def _receive(self, measurement: Measurement, texts: list[str]) -> CannotWriteSound | None:
         speech = self._speech
-        path = None if speech.folder is None else speech.folder / f"answer-{self._answers + 1}.wav"
+        path = None if speech.folder is None else _free_path(speech.folder, self._answers + 1)
         body = {"model": self.model, "messages": self.conversation.messages, "stream": True}
         body |= {"stream_options": {"include_usage": True}, **self._parameters}
         if speech.wanted:
@@ -136,3 +137,9 @@ class Session:
                 f"   {last.sound_s:.1f} s of speech   RTF {figures['rtf']:.2f}   underruns {figures['underruns']:.0f}"
             )
         return [line, f"{self._answers} answer{'s' if self._answers > 1 else ''}, {self._tokens} tokens"]
+
+
+def _free_path(folder: Path, number: int) -> Path:
+    """Return the path of an answer. number: the least that its name may have."""
+    paths = (folder / f"answer-{each}.wav" for each in itertools.count(number))
+    return next(path for path in paths if not path.exists())

@@ -327,6 +327,19 @@ def has_speakers(pipeline: Pipeline) -> bool:
     return takes_parameter(pipeline, "speaker")
 
 
+def speaker_of(voice: Any, pipeline: Pipeline) -> Any:
+    """Return the speaker that a client's ``voice`` names. None: the default one, which OpenAI's own names mean."""
+    is_openais = isinstance(voice, str) and voice.lower() in OPENAI_VOICES
+    return voice if has_speakers(pipeline) and not is_openais else None
+
+
+OPENAI_VOICES = (
+    *("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable"),
+    *("marin", "nova", "onyx", "sage", "shimmer", "verse"),
+)
+"""The names of OpenAI's voices. Its clients and their samples send them, and no model that runs here has them."""
+
+
 def takes_parameter(pipeline: Pipeline, name: str) -> bool:
     """Return whether an engine of the pipeline declares a request parameter of this name."""
     schemas = [pipeline.spec(stage).params for stage in pipeline.stages]

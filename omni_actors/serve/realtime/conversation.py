@@ -63,6 +63,10 @@ class Entry:
         if not self.recordings:
             self.words_known.set()
 
+    @property
+    def is_from_system(self) -> bool:
+        return isinstance(self.item, Message) and self.item.role == "system"
+
     def expect_words(self) -> None:
         """Say that the transcripts are being made, for the first time or again after an error."""
         self.words_known, self.error = trio.Event(), None
@@ -290,6 +294,9 @@ def require_call(item: Item, entries: Sequence[Entry], param: str) -> None:
         raise bad_request(message, f"{param}.call_id", "invalid_tool_call_id")
 
 
+GREETING = "The conversation begins. Greet the user in one short sentence."
+
+
 async def chat_messages(
     entries: Sequence[Entry], instructions: str, *, transcribed: bool
 ) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
@@ -297,7 +304,8 @@ async def chat_messages(
 
     transcribed: whether the pipeline has a transcriber (rule 3). The words are known then, or their error is.
 
-    There is a checkpoint after each recording and each call, because there may be many.
+    If there is nothing to answer, as before the first turn of a session without instructions, the model is asked for a
+    greeting. There is a checkpoint after each recording and each call, because there may be many.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     clips: list[AudioChunk] = []
@@ -316,7 +324,7 @@ async def chat_messages(
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             case FunctionCallOutput() as item:
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
-    return messages, clips
+    return messages or [{"role": "system", "content": GREETING}], clips
 
 
 def call_of(item: FunctionCall) -> ToolCall:

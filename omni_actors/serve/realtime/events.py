@@ -81,9 +81,28 @@ ClientEvent: TypeAlias = (
 )
 
 
+_OPTIONAL = ("item", "response", "tools", "turn_detection")
+"""Fields of events within which null means the same as an absent field."""
+_OPAQUE = ("metadata", "parameters")
+"""Fields whose content is the client's own."""
+
+
 def read_event(fields: dict[str, Any]) -> ClientEvent:
     """Return a client's event. Raises HTTPError."""
-    return convert(fields, ClientEvent, "")  # type: ignore[arg-type]  # a union is not a type to mypy
+    return convert(_without_nulls(fields), ClientEvent, "")  # type: ignore[arg-type]  # a union is not a type to mypy
+
+
+def _without_nulls(value: Any, *, is_within: bool = False) -> Any:
+    """Return a client's value without the nulls within ``_OPTIONAL``. is_within: whether it is within one of these."""
+    if isinstance(value, list):
+        return [_without_nulls(each, is_within=is_within) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: each if name in _OPAQUE else _without_nulls(each, is_within=is_within or name in _OPTIONAL)
+        for name, each in value.items()
+        if not (is_within and each is None)
+    }
 
 
 async def read_fields(text: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Rules
 2. If the model may call functions, and the pipeline speaks scripts, the text is spoken by a request of its own: calls
    are not read aloud.
 3. A conversation that is too long for the model loses its older half and is tried again, unless the session's
-   ``truncation`` is "disabled". Nothing has been sent by then.
+   ``truncation`` is "disabled". Messages of the system stay. Nothing has been sent by then.
 4. ``cancel`` ends the requests in every stage at once. Sound that has not left is dropped.
 """
 
@@ -172,9 +172,10 @@ class Response:
                         await self._add_text(*self._calls.push(output.delta), script)
                 break
             except InvalidRequest as error:
-                if error.code != "context_length_exceeded" or not self._settings.may_truncate or len(entries) < 2:
+                left = _without_older_half(entries)
+                if error.code != "context_length_exceeded" or not self._settings.may_truncate or left is None:
                     raise
-                entries = entries[(len(entries) + 1) // 2 :]
+                entries = left
             finally:
                 generation.abort()
         await self._add_text(*self._calls.finish(), script)
@@ -236,6 +237,13 @@ class Response:
         finally:
             if playback is not None:
                 speech.close(playback)
+
+
+def _without_older_half(entries: Sequence[Entry]) -> list[Entry] | None:
+    """Return entries without the older half of those that are not the system's; None: there are fewer than two."""
+    others = [entry for entry in entries if not entry.is_from_system]
+    dropped = set(others[: (len(others) + 1) // 2] if len(others) > 1 else ())
+    return [entry for entry in entries if entry not in dropped] if dropped else None
 
 
 async def _chained(first: str, parts: trio.MemoryReceiveChannel[str]) -> AsyncIterator[str]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from omni_actors.config import Pipeline
 from omni_actors.serve.api import schemas
+from omni_actors.serve.api.schemas import takes_parameter
+from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.realtime.config import (
     ResponseParams,
     SessionConfig,
@@ -53,6 +55,10 @@ class ResponseSettings:
         )
         require_possible(self.body)
         speed = config.audio.output.speed
+        if self.is_spoken and speed != 1.0 and not takes_parameter(pipeline, "speed"):
+            param = "session.audio.output.speed"
+            message = f"{param}: no stage of {pipeline.name!r} changes the speed of speech; accepted: 1.0"
+            raise bad_request(message, param, "unsupported_parameter")
         others = {**params, **({"speed": speed} if self.is_spoken and speed != 1.0 else {})}
         self.params, _ = parameters_of(self.body, others, pipeline)
         self.speech = {name: self.params[name] for name in ("speed", "speaker") if name in self.params}

@@ -44,7 +44,9 @@ class Transcriber:
         self._waiting_bytes = 0
 
     def has_room(self, size: int) -> bool:
-        """Return whether an entry with ``size`` bytes of recordings may wait."""
+        """Return whether an entry with ``size`` bytes of recordings may wait. One without recordings does not wait."""
+        if not size:
+            return True
         is_short = self._queued.statistics().current_buffer_used < MOST_WAITING
         return is_short and self._waiting_bytes + size <= self._max_bytes
 

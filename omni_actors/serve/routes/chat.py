@@ -137,13 +137,13 @@ def parameters_of(
 
     others: the parameters that the client gave under the engines' own names.
     """
-    voice = body.audio.voice if "audio" in (body.modalities or ()) and schemas.has_speakers(pipeline) else None
+    speaker = schemas.speaker_of(body.audio.voice, pipeline) if "audio" in (body.modalities or ()) else None
     given = [  # the engines' name, the client's name, the value; the last value counts
         *text_parameters(body),
         ("max_tokens", "max_completion_tokens", body.max_completion_tokens),
         ("logprobs", "logprobs", body.top_logprobs or 0 if body.logprobs else None),
         *_tool_parameters(body),
-        ("speaker", "audio.voice", voice),
+        ("speaker", "audio.voice", speaker),
         ("use_audio_in_video", "mm_processor_kwargs.use_audio_in_video", body.mm_processor_kwargs.use_audio_in_video),
         *((name, name, value) for name, value in others.items()),
     ]

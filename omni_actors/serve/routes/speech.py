@@ -18,7 +18,7 @@ from omni_actors.serve.api import responses
 from omni_actors.serve.api.audio_schemas import SpeechRequest
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.schemas import has_speakers, takes_parameter
+from omni_actors.serve.api.schemas import speaker_of, takes_parameter
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import AudioEncoder
 from omni_actors.serve.media.base64_data import to_base64
@@ -43,8 +43,8 @@ async def speech(request: Request) -> Response:
         raise bad_request("input: there is no text to speak", "input", "empty")
     request.scope[SCOPE_KEY].release()
     names = {"script": "input", "text": "input"}
-    if "speaker" not in params and has_speakers(system.pipeline):
-        params["speaker"], names["speaker"] = body.voice, "voice"
+    if "speaker" not in params and (speaker := speaker_of(body.voice, system.pipeline)) is not None:
+        params["speaker"], names["speaker"] = speaker, "voice"
     stretch: TimeStretch | None = None
     if body.speed != 1 and takes_parameter(system.pipeline, "speed"):
         params["speed"] = body.speed

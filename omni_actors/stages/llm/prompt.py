@@ -124,9 +124,10 @@ class Prompt:
         ]
         if tools or any(message.tool_fields for message in sent):
             _require_tools(tokenizer.get_chat_template(tools=list(tools) or None))
-        has_text = any(message["content"].strip() for message in messages if message["role"] != "system")
+        turns = [message for message in sent if message.role != "system"]
+        has_text = any(self._text(message).strip() for message in turns or sent)
         if not (has_text or self._may_be_empty):
-            raise InvalidRequest("the prompt is empty: no user message has text", param="messages")
+            raise InvalidRequest("the prompt is empty: no message has text", param="messages")
         try:
             text: str = tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, add_generation_prompt=True, tokenize=False

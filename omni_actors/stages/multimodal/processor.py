@@ -150,7 +150,7 @@ class OmniProcessor:
         if prompt.raw:
             return self._raw(prompt, decoder, tokenization, use_audio_in_video=use_audio_in_video)
         conversation = with_system_prompt(prompt.messages, system_prompt)
-        places = _places(conversation, prompt.media, may_be_empty=prompt.may_be_empty)
+        places = _places(prompt.messages, prompt.media, may_be_empty=prompt.may_be_empty)
         # Each message has at least one token besides those of its text.
         self._check_length(sum(1 + math.ceil(sum(map(len, m.texts)) / self._longest) for m in conversation))
         decoded = decoder.decode(places, prompt.media, use_audio_in_video)
@@ -159,7 +159,7 @@ class OmniProcessor:
     def text_tokens(self, prompt: OmniPrompt, system_prompt: str) -> list[int]:
         """Return the ids of a conversation without media. system_prompt: as in a call. Raises InvalidRequest."""
         conversation = with_system_prompt(prompt.messages, system_prompt)
-        _places(conversation, prompt.media)
+        _places(prompt.messages, prompt.media)
         return self._tokens(conversation)
 
     def _raw(
@@ -254,9 +254,10 @@ def _places(conversation: Sequence[Message], media: Media, *, may_be_empty: bool
             # A talker gets the user's turns only, and would look for all media in those.
             raise _refusal(f"a message of the role {message.role!r} has media; only user messages may have media")
     _check_places(places, media)
-    has_text = any(text.strip() for m in conversation if m.role != "system" for text in m.texts)
+    turns = [message for message in conversation if message.role != "system"]
+    has_text = any(text.strip() for message in turns or conversation for text in message.texts)
     if not (places or has_text or may_be_empty):
-        raise _refusal("the prompt is empty: no user message has text or media")
+        raise _refusal("the prompt is empty: no message has text or media")
     return places
 
 

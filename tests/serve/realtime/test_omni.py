@@ -68,6 +68,21 @@ def test_a_session_hears_and_speaks(omni: Server) -> None:
         assert tokens[1] - tokens[0] > 10 * spoken_s, "the thinkers hear 13 and 25 tokens a second"
 
 
+def test_the_assistant_speaks_first_in_a_voice_of_openais(omni: Server) -> None:
+    """With instructions of the session, of the response, and with none."""
+    with session(omni) as talk:
+        talk.send("session.update", session={"type": "realtime", "audio": {"output": {"voice": "marin"}}})
+        assert talk.until("session.updated")[-1]["session"]["audio"]["output"]["voice"] == "marin"
+        for response in ({}, {"instructions": "Greet the user.", "conversation": "none", "input": []}):
+            done = talk.respond(**response)[-1]["response"]
+            assert done["status"] == "incomplete", done["status_details"]
+            assert done["status_details"]["reason"] == "max_output_tokens"
+        error = talk.error("session.update", session={"audio": {"output": {"speed": 1.25}}})
+        assert (error["code"], error["param"]) == ("unsupported_parameter", "session.audio.output.speed")
+        error = talk.respond(audio={"output": {"voice": "nobody"}})[-1]["response"]["status_details"]["error"]
+        assert "nobody" in error["message"]
+
+
 def test_the_user_may_talk_over_an_answer_and_have_the_words_written(omni: Server) -> None:
     with session(omni) as talk:
         asked = {"input": {"transcription": {"model": "any"}}}

@@ -335,6 +335,33 @@ def test_the_place_of_a_mistake_deep_in_an_update(talk: Session) -> None:
     assert error["message"].startswith("session.audio.output.speed: ")
 
 
+def test_null_is_no_value_where_a_value_is_optional(talk: Session) -> None:
+    detection = {"type": "server_vad", "create_response": False, "interrupt_response": None, "idle_timeout_ms": None}
+    update = {"type": "realtime", "audio": {"input": {"turn_detection": detection}, "output": {"voice": None}}}
+    talk.send("session.update", session=update)
+    assert (
+        talk.until("session.updated")[-1]["session"]["audio"]["input"]["turn_detection"]["interrupt_response"] is True
+    )
+    talk.send("session.update", session={"audio": {"input": {"turn_detection": None}}})
+    assert talk.until("session.updated")[-1]["session"]["audio"]["input"]["turn_detection"] is None
+    part = {"type": "input_text", "text": "hello", "transcript": None}
+    message = {"type": "message", "role": "user", "status": None, "object": None, "content": [part]}
+    talk.send("conversation.item.create", item=message, previous_item_id=None)
+    talk.until("conversation.item.done")
+    done = talk.respond(**TEXT, instructions=None, max_output_tokens=None, tools=None, input=None)[-1]["response"]
+    assert done["status"] == "completed"
+    assert (
+        "text" in talk.error("conversation.item.create", item={**message, "content": [{**part, "text": None}]})["param"]
+    )
+
+
+def test_the_assistant_may_begin(talk: Session) -> None:
+    done = talk.respond(**TEXT)[-1]["response"]
+    assert done["status"] == "completed", done["status_details"]
+    [item] = done["output"]
+    assert "Greet the user" in item["content"][0]["text"]
+
+
 @pytest.mark.parametrize("tracing", ["auto", {"workflow_name": "talk", "metadata": {"user": "1"}, "group_id": "x"}])
 def test_tracing_is_accepted_as_agents_send_it(talk: Session, tracing: Any) -> None:
     talk.send("session.update", session={"tracing": tracing})

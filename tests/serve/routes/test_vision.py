@@ -168,6 +168,7 @@ stages:
         (SPEAKS, {"audio": {"voice": "ethan"}, "modalities": ["text", "audio"]}, {"speaker": "ethan"}, "audio.voice"),
         (SPEAKS, {"audio": {"voice": "ethan"}}, {}, None),
         (SPEAKS, {"speaker": "aiden"}, {"speaker": "aiden"}, "speaker"),
+        (SPEAKS, {"audio": {"voice": "Alloy"}, "modalities": ["text", "audio"]}, {}, None),
         (
             SPEAKS,
             {"audio": {"voice": "ethan"}, "modalities": ["text", "audio"], "speaker": "aiden"},

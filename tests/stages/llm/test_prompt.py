@@ -154,6 +154,16 @@ def test_an_empty_transcript_is_an_empty_prompt(engine: LLMEngine) -> None:
         rendered_prompt(engine, [{"type": "audio", "index": 0}], [{"text": " ", "index": 0}])
 
 
+def test_a_conversation_may_have_messages_of_the_system_alone(engine: LLMEngine) -> None:
+    engine.start(StageRequest(0, (CLIENT,), {"max_tokens": 1}))
+    data = {"messages": [{"role": "system", "content": "Greet the user."}]}
+    engine.feed(0, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=data))
+    prompt = str(engine._vocabulary.tokenizer.decode(engine._scheduler._waiting[0].uncomputed))
+    engine.abort(0)
+    assert "Greet the user." in prompt
+    assert "user\n" not in prompt.replace("Greet the user.", "")
+
+
 def test_a_conversation_that_the_chat_template_refuses_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")

@@ -279,7 +279,6 @@ def test_control_tokens_in_a_message_are_encoded_as_text(family: Family) -> None
     [
         ([({}, {})], "messages", "empty"),
         ([messages(" \n")], "messages", "empty"),
-        ([messages("hello", role="system")], "messages", "empty"),
         ([messages([show("image")])], "messages", "image 0, which was not sent"),
         ([image(9, 9), messages([show("image", 1)])], "messages", "image 1, which was not sent"),
         (
