@@ -13,10 +13,7 @@ Rules
 3. The release of the mutex carries no exit status. From then on, /proc/PID/stat has it.
 4. Nothing depends on it: the death of a worker without such a thread, or whose page is damaged, is seen by its pidfd.
    (A damaged page costs a thread that never ends.)
-5. The waiting thread must be scheduled before the dying process's teardown. The kernel lets a running process use up
-   its time slice, for up to a tick of 4 ms, unless the woken thread has a shorter slice. So workers ask for a longer
-   one.
-6. The waiting thread wakes trio's thread by a write that stays blocked. If the write returned, both threads would
+5. The waiting thread wakes trio's thread by a write that stays blocked. If the write returned, both threads would
    compete for the interpreter's lock, and the kernel could schedule the loser only after the teardown.
 """
 
@@ -39,8 +36,6 @@ EXIT_CODE = 52 - 3
 """Index of the wait status in /proc/PID/stat, counted after the process name."""
 JOIN_TIMEOUT_S = 1.0
 """How long ``close`` waits for the thread of a dead worker to end."""
-SCHED_SETATTR, SCHED_GETATTR = 314, 315
-"""Numbers of the system calls on x86-64."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -72,30 +67,8 @@ def acquire_death_mutex(fd: int) -> None:
     page = _Page(fd)
     _mapped.append(page)
     os.close(fd)
-    _lengthen_time_slice()
     _check(_libc.pthread_mutex_lock(page.at(MUTEX)))
     _libc.sem_post(page.at(HELD))
-
-
-class _Scheduling(ctypes.Structure):
-    """Linux's ``struct sched_attr``."""
-
-    _fields_ = (
-        *(("size", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("flags", ctypes.c_uint64)),
-        *(("nice", ctypes.c_int32), ("priority", ctypes.c_uint32)),
-        *(("slice_ns", ctypes.c_uint64), ("deadline", ctypes.c_uint64), ("period", ctypes.c_uint64)),
-    )
-
-
-def _lengthen_time_slice() -> None:
-    """Double the time slice of this thread and those that it will start (see rule 5).
-
-    Linux has settable time slices since 6.12. Before, and under other scheduling policies, nothing changes.
-    """
-    mine = _Scheduling()
-    _libc.syscall(SCHED_GETATTR, 0, ctypes.byref(mine), ctypes.sizeof(mine), 0)
-    mine.slice_ns *= 2
-    _libc.syscall(SCHED_SETATTR, 0, ctypes.byref(mine), 0)
 
 
 class DeathMutex:

@@ -1,13 +1,11 @@
-"""The death_mutex: when it shows a death, what it leaves behind, and which thread is scheduled first."""
+"""The death_mutex: when it shows a death, and what it leaves behind."""
 
 from __future__ import annotations
 
 import array
-import ctypes
 import fcntl
 import os
 import select
-import struct
 import subprocess
 import sys
 import termios
@@ -16,7 +14,7 @@ import threading
 import pytest
 import trio
 
-from omni_actors.platform.death_mutex import SCHED_GETATTR, SIZE, DeathMutex
+from omni_actors.platform.death_mutex import SIZE, DeathMutex
 from tests.support.open_descriptors import open_descriptors
 
 WATCHDOG_S = 60.0
@@ -29,13 +27,6 @@ threading.Thread(target=sys.stdin.read).start()
 print("held", flush=True)
 ctypes.CDLL(None).syscall(60, 0)  # exit: of the main thread alone
 """
-
-
-def slice_ns(thread: int) -> int:
-    """The time slice of a thread; 0 if the kernel does not report one."""
-    attributes = ctypes.create_string_buffer(48)
-    assert ctypes.CDLL(None).syscall(SCHED_GETATTR, thread, attributes, len(attributes), 0) == 0
-    return int(struct.unpack_from("Q", attributes, 24)[0])
 
 
 def unread(fd: int) -> int:
@@ -79,22 +70,3 @@ def test_a_death_mutex_that_was_never_held_leaves_nothing(watched: bool) -> None
     line.close()
     assert open_descriptors() == before
     assert set(threading.enumerate()) <= set(threads), "a thread of an earlier test may have ended"
-
-
-def test_the_watching_thread_preempts_the_dying_process() -> None:
-    """From 6.12 on, Linux schedules a thread with a shorter time slice first; before, time slices cannot be set."""
-    line = DeathMutex()
-    with subprocess.Popen(
-        [sys.executable, "-c", WORKER.rpartition("ctypes.CDLL")[0], str(line.fd)],
-        pass_fds=[line.fd],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as worker:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == b"held\n"
-        threads = [int(name) for name in os.listdir(f"/proc/{worker.pid}/task")]
-        assert len(threads) == 2
-        assert {slice_ns(thread) for thread in threads} == {2 * slice_ns(0)}
-        worker.stdin.close()
-    line.close()
