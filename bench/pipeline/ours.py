@@ -14,7 +14,7 @@ from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol import chunks
 from omni_actors.supervisor.edges import InputEdge, receive_frames
-from omni_actors.system.garbage import make_collections_rare
+from omni_actors.system.garbage import make_full_collections_rare
 from ringbuf import Ring
 
 MODALITIES = ("text",)
@@ -48,7 +48,7 @@ class Ours:
     async def _run(self, meter: Meter) -> None:
         payload = np.frombuffer(meter.payload, np.uint8)
         async with OmniSystem.open(pipeline(meter.cell.in_flight)) as omni:
-            make_collections_rare()  # as the server does
+            make_full_collections_rare()  # as the server does
 
             async def client() -> None:
                 while (number := meter.submit()) is not None:

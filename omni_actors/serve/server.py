@@ -46,7 +46,7 @@ from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, ServerSettings
 from omni_actors.serve.tracing import open_provider
 from omni_actors.system import OmniSystem
-from omni_actors.system.garbage import make_collections_rare
+from omni_actors.system.garbage import make_full_collections_rare
 
 DUPLICATE_SIGNAL_S = 0.25
 SEND_BUFFER_BYTES = 128 * 1024
@@ -233,7 +233,7 @@ class _Server:
             if name not in loaded and system.health().ready:
                 loaded.add(name)
                 self._failed.discard(name)
-                make_collections_rare()
+                make_full_collections_rare()
                 self._report(ServerReady(url=url, pipeline=name))
             self._start_if_settled(url)
             if not self._stop.is_set():
