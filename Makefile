@@ -91,7 +91,7 @@ test-cluster: setup
 
 test-worlds: setup
 	$(BIN)/python -m pytest -n 2 --timeout 300 --world agents -m "not kills" tests/replay tests/stages/test_in_workers.py $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --timeout 300 --world ray -m "not kills" tests/replay $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --timeout 300 --world ray -m "not kills" tests/replay tests/stages/test_in_workers.py $(PYTEST_ARGS)
 
 # Each run has a seed of the noise and a number of threads of the engines. The expensive tests take part in the first.
 PORTABLE_RUNS := 1,1 2,2 3,1
