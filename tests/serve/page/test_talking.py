@@ -156,3 +156,30 @@ def test_the_end_of_a_session_stops_the_answer_that_is_open(page: Page) -> None:
     page.wait("document.querySelector('.message.assistant').dataset.state === 'stopped'")
     page.wait(f"{OPEN_MICROPHONES} === 0")
     assert page.evaluate("document.querySelectorAll('.message[data-state=open]').length") == 0
+
+
+MODE = "import('/page/js/voice.js').then(({voice}) => voice.value.mode)"
+
+
+def test_space_in_hands_free_mode_keeps_the_session(page: Page) -> None:
+    page.key("h", "KeyH", "h")
+    page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
+    page.key_down(" ", "Space", " ")
+    page.key_up(" ", "Space")
+    assert page.evaluate(MODE) == "hands-free"
+    page.evaluate("seen.sent.length = 0")
+    wait_sent(page, "input_audio_buffer.append")
+    assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [1, 1, 1]
+    assert not {"input_audio_buffer.clear", "input_audio_buffer.commit", "session.update"} & set(sent(page))
+
+
+def test_space_while_hands_free_waits_for_the_microphone_keeps_the_mode(page: Page) -> None:
+    asks(page)
+    page.key("h", "KeyH", "h")
+    page.wait("seen.prompts.length === 1")
+    page.key_down(" ", "Space", " ")
+    page.key_up(" ", "Space")
+    answer(page, allows=True)
+    page.wait(f"{MODE}.then((mode) => mode !== 'connecting')")
+    assert page.evaluate(MODE) == "hands-free"
+    assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [1, 1, 1]

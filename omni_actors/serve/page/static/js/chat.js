@@ -62,7 +62,7 @@ function Composer({ model, can, hasRealtime }) {
     <textarea id="question" ref=${field} rows="2" placeholder=${`${prompt} …`} aria-label=${prompt} value=${text}
       onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey}></textarea>
     <div class="tools">
-      ${talks ? html`<button type="button" class=${`mic ${isHeld ? "on" : ""}`} aria-pressed=${isHeld}
+      ${talks ? html`<button type="button" class=${`mic ${isHeld ? "on" : ""}`} aria-pressed=${isHeld} disabled=${mode === "hands-free"}
           onPointerDown=${() => hold(model)} onPointerUp=${release} onPointerLeave=${release} onPointerCancel=${release}
           title="Hold to talk (hold space)">${!isHeld ? "Hold to talk"
             : hasMicrophone ? `Listening … ${sentS.toFixed(1)} s` : "Wait for the microphone …"}</button>

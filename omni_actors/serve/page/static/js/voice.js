@@ -230,10 +230,11 @@ export function stop() {
   if (goal !== "off") close(null);
 }
 
-// Push-to-talk: the key goes down. It may go up again before the microphone is open: then no sound is sent.
+// Push-to-talk: the key goes down. It may go up again before the microphone is open: then no sound is sent. Hands-free
+// stays as it is: another session would not know its conversation.
 export function hold(model) {
-  if (voice.value.isHeld) return;
-  if (goal !== "push") start(model, "push");
+  if (voice.value.isHeld || goal === "hands-free") return;
+  if (goal === "off") start(model, "push");
   sentMs = 0;
   voice.update({ isHeld: true, sentS: 0 });
   session?.interrupt({ cancels: true });
