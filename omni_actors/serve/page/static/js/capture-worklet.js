@@ -4,11 +4,11 @@
 const RATE = 24000;
 const SAMPLES = 960; // 40 ms
 const CROSSINGS = 8; // zero crossings of the sinc on each side
-const CUTOFF = Math.min(1, (0.9 * RATE) / sampleRate); // of the input's Nyquist frequency; `sampleRate` is the context's
+const CUTOFF = Math.min(1, (0.9 * RATE) / sampleRate); // of half the context's rate, which is `sampleRate`
 const HALF = Math.ceil(CROSSINGS / CUTOFF);
 const WIDTH = 2 * HALF; // input samples of which an output sample is made
 
-// Returns the weights of WIDTH input samples for an output sample that is `phase` / RATE after the one before the middle.
+// Returns the weights of WIDTH input samples for an output sample, which is `phase` / RATE after the sample HALF - 1.
 function weights(phase) {
   const found = Float32Array.from({ length: WIDTH }, (_, at) => {
     const distance = at - (HALF - 1) - phase / RATE;
