@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,24 @@ SLOW = ("-s", "stages.mind.options.fan_out=100", "-s", "stages.mind.options.step
 """Answers that last for seconds."""
 
 WATCH = """
-window.seen = {sent: [], sockets: 0, streams: [], prompts: []};
+window.seen = {sent: [], events: [], received: [], held: [], sockets: 0, streams: [], prompts: []};
 const {send} = WebSocket.prototype;
-WebSocket.prototype.send = function (data) { seen.sent.push(JSON.parse(data).type); return send.call(this, data); };
-window.WebSocket = class extends WebSocket { constructor(...args) { super(...args); seen.sockets += 1; } };
+WebSocket.prototype.send = function (data) {
+  seen.socket = this;
+  seen.events.push(JSON.parse(data));
+  seen.sent.push(seen.events.at(-1).type);
+  return send.call(this, data);
+};
+window.WebSocket = class extends WebSocket {
+  constructor(...args) { super(...args); seen.sockets += 1; }
+  set onmessage(take) {
+    super.onmessage = (event) => {
+      seen.received.push(JSON.parse(event.data));
+      if (window.holds) seen.held.push(() => take(event));
+      else take(event);
+    };
+  }
+};
 const devices = navigator.mediaDevices, open = devices.getUserMedia.bind(devices);
 devices.getUserMedia = async (wanted) => {
   if (window.asks) await new Promise((resolve, reject) => seen.prompts.push({resolve, reject}));
@@ -31,7 +46,8 @@ devices.getUserMedia = async (wanted) => {
   return stream;
 };
 """
-"""Notes what the page opens and sends. With ``asks``, the microphone waits for an answer, as at a browser's prompt."""
+"""Notes what the page opens, sends and receives. With ``asks``, the microphone waits for an answer, as at a browser's
+prompt. With ``holds``, what the server sends waits in ``held``."""
 
 OPEN_MICROPHONES = "seen.streams.filter((each) => each.getTracks().some((track) => track.readyState === 'live')).length"
 BUTTON = "document.querySelector('.mic').innerText"
@@ -156,3 +172,132 @@ def test_the_end_of_a_session_stops_the_answer_that_is_open(page: Page) -> None:
     page.wait("document.querySelector('.message.assistant').dataset.state === 'stopped'")
     page.wait(f"{OPEN_MICROPHONES} === 0")
     assert page.evaluate("document.querySelectorAll('.message[data-state=open]').length") == 0
+
+
+TALK = "(await import('/page/js/conversation.js')).talk.value"
+"""The conversation, in an async function."""
+
+
+def speak(page: Page) -> None:
+    """Say something of a second."""
+    page.press(".mic")
+    page.wait(f"{BUTTON}.match(/ [1-9]/)")
+    page.release(".mic")
+
+
+def enter(page: Page, text: str) -> None:
+    """Type a question, and send it."""
+    before = page.evaluate("document.querySelectorAll('.message.user').length")
+    page.evaluate("document.querySelector('#question').focus()")
+    page.type(text)
+    page.wait(f"document.querySelector('#question').value === {json.dumps(text)}")
+    page.key("Enter", "Enter", "\r")
+    page.wait(f"document.querySelectorAll('.message.user').length > {before}")
+
+
+def wait_heard(page: Page, seconds: float) -> None:
+    """Wait until so much of the latest answer was heard."""
+    page.wait(f"(async () => {TALK}.messages.at(-1)?.player?.played >= {seconds})()")
+
+
+def received(page: Page, type: str) -> list[dict[str, Any]]:
+    """Return the events of a type that have come."""
+    page.wait(f"seen.received.some((each) => each.type === {json.dumps(type)})")
+    found: list[dict[str, Any]] = page.evaluate(f"seen.received.filter((each) => each.type === {json.dumps(type)})")
+    return found
+
+
+def test_a_typed_question_interrupts_the_spoken_answer_at_the_server(page: Page) -> None:
+    speak(page)
+    wait_heard(page, 0.5)
+    enter(page, "next")
+    [cancel, truncate] = page.evaluate("seen.events.slice(-2)")
+    assert (cancel["type"], truncate["type"]) == ("response.cancel", "conversation.item.truncate")
+    assert received(page, "response.done")[0]["response"]["status"] == "cancelled"
+    [truncated] = received(page, "conversation.item.truncated")
+    assert truncated["audio_end_ms"] == truncate["audio_end_ms"] >= 500
+    id = truncate["item_id"]
+    page.evaluate(f"seen.socket.send(JSON.stringify({{type: 'conversation.item.retrieve', item_id: '{id}'}}))")
+    [part] = received(page, "conversation.item.retrieved")[0]["item"]["content"]
+    text = page.evaluate(f"(async () => {TALK}.messages.find((each) => each.itemId === '{id}').text)()")
+    assert 0 < len(part["transcript"]) < len(text)
+    assert text.startswith(part["transcript"])
+    [_, answer, question] = page.evaluate(f"(async () => {TALK}.lastCall.body.messages)()")
+    assert (answer["role"], question["content"]) == ("assistant", "next")
+    assert 0 < len(answer["content"]) < len(text) / 2
+    assert text.startswith(answer["content"])
+    assert page.evaluate("document.querySelector('.composer .error')") is None
+
+
+def test_a_typed_question_cancels_a_response_whose_begin_the_page_does_not_know_yet(page: Page) -> None:
+    page.press(".mic")
+    page.wait(f"{BUTTON}.match(/ [1-9]/)")
+    page.evaluate("window.holds = true")
+    page.release(".mic")
+    received(page, "response.created")
+    enter(page, "next")
+    assert received(page, "response.done")[0]["response"]["status"] == "cancelled"
+    page.evaluate("(() => { window.holds = false; seen.held.splice(0).forEach((take) => take()); })()")
+    spoken = f"{TALK}.messages.filter((each) => each.itemId && each.role === 'assistant')"
+    assert page.evaluate(
+        f"(async () => ({spoken}).every((each) => each.state === 'stopped' && !each.player.isPlaying))()"
+    )
+    assert page.evaluate("document.querySelector('.composer .error')") is None
+
+
+@pytest.mark.parametrize("stop", [lambda page: page.click("#stop"), lambda page: page.key("Escape", "Escape")])
+def test_a_spoken_answer_can_be_stopped_while_it_is_made(page: Page, stop: Callable[[Page], None]) -> None:
+    speak(page)
+    wait_heard(page, 0.3)
+    page.wait("document.querySelector('#stop')", timeout_s=5)
+    stop(page)
+    wait_sent(page, "conversation.item.truncate")
+    assert received(page, "response.done")[0]["response"]["status"] == "cancelled"
+    page.wait("!document.querySelector('#stop')")
+    page.wait("document.querySelector('.message.assistant').dataset.state === 'stopped'")
+
+
+def test_an_answer_can_be_stopped_while_its_sound_is_played(studio: Server) -> None:
+    with open_page() as page:
+        page.open(studio.url)
+        page.wait("document.querySelector('#question')")
+        enter(page, " ".join(["word"] * 100))
+        page.wait(f"(async () => !{TALK}.isBusy && {TALK}.messages.at(-1).player?.isPlaying)()")
+        wait_heard(page, 0.5)
+        page.wait("document.querySelector('#stop')", timeout_s=5)
+        page.click("#stop")
+        page.wait("document.querySelector('.message.assistant').dataset.state === 'stopped'")
+        page.wait("!document.querySelector('#stop')")
+        enter(page, "next")
+        [_, answer, _] = page.evaluate(f"(async () => {TALK}.lastCall.body.messages)()")
+        words = answer["content"].split()
+        assert words == ["word"] * len(words)
+        assert 3 <= len(words) < 100
+        assert page.errors == []
+
+
+MODE = "import('/page/js/voice.js').then(({voice}) => voice.value.mode)"
+
+
+def test_space_in_hands_free_mode_keeps_the_session(page: Page) -> None:
+    page.key("h", "KeyH", "h")
+    page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
+    page.key_down(" ", "Space", " ")
+    page.key_up(" ", "Space")
+    assert page.evaluate(MODE) == "hands-free"
+    page.evaluate("seen.sent.length = 0")
+    wait_sent(page, "input_audio_buffer.append")
+    assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [1, 1, 1]
+    assert not {"input_audio_buffer.clear", "input_audio_buffer.commit", "session.update"} & set(sent(page))
+
+
+def test_space_while_hands_free_waits_for_the_microphone_keeps_the_mode(page: Page) -> None:
+    asks(page)
+    page.key("h", "KeyH", "h")
+    page.wait("seen.prompts.length === 1")
+    page.key_down(" ", "Space", " ")
+    page.key_up(" ", "Space")
+    answer(page, allows=True)
+    page.wait(f"{MODE}.then((mode) => mode !== 'connecting')")
+    assert page.evaluate(MODE) == "hands-free"
+    assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [1, 1, 1]

@@ -2,7 +2,6 @@
 
 import { Chat } from "./chat.js";
 import { call } from "./api.js";
-import { stopAnswer } from "./conversation.js";
 import { Deaths } from "./deaths.js";
 import { Diagram } from "./diagram.js";
 import { KeyPrompt, SameCall, Shortcuts } from "./dialogs.js";
@@ -35,7 +34,6 @@ function useKeys({ model, can, hasRealtime, setDialog, toggleTheme }) {
     const down = (event) => {
       if (event.key === "Escape" && !document.querySelector("dialog")) {
         interrupt();
-        stopAnswer();
         event.target.blur?.();
       }
       if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event)) return;

@@ -1,6 +1,6 @@
 // The conversation panel: messages, waveforms, and the composer for typed, spoken and drawn requests.
 
-import { ask, draw, stopAnswer, talk } from "./conversation.js";
+import { ask, draw, talk } from "./conversation.js";
 import { useClock, useStore } from "./store.js";
 import { html, seconds, useEffect, useRef, useState } from "./view.js";
 import { hold, interrupt, release, start, stop, voice } from "./voice.js";
@@ -32,9 +32,9 @@ function readPicture(file, done, failed) {
   return reader.readAsDataURL(file);
 }
 
-function Composer({ model, can, hasRealtime }) {
+function Composer({ model, can, hasRealtime, isPlaying }) {
   const { isBusy, spoken } = useStore(talk);
-  const { mode, isHeld, hasMicrophone, isSpeaking, sentS, error } = useStore(voice);
+  const { mode, isHeld, hasMicrophone, isSpeaking, isResponding, sentS, error } = useStore(voice);
   const [text, setText] = useState("");
   const field = useRef();
   const [draws, setDraws] = useState(false);
@@ -47,6 +47,7 @@ function Composer({ model, can, hasRealtime }) {
     if (!request) return;
     setText("");
     setPicture(null);
+    interrupt();
     if (isDrawing) draw(model, request, picture);
     else ask(model, request, { isSpoken: can.speaks && spoken, pictures: picture ? [picture] : [] });
   };
@@ -62,7 +63,7 @@ function Composer({ model, can, hasRealtime }) {
     <textarea id="question" ref=${field} rows="2" placeholder=${`${prompt} …`} aria-label=${prompt} value=${text}
       onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey}></textarea>
     <div class="tools">
-      ${talks ? html`<button type="button" class=${`mic ${isHeld ? "on" : ""}`} aria-pressed=${isHeld}
+      ${talks ? html`<button type="button" class=${`mic ${isHeld ? "on" : ""}`} aria-pressed=${isHeld} disabled=${mode === "hands-free"}
           onPointerDown=${() => hold(model)} onPointerUp=${release} onPointerLeave=${release} onPointerCancel=${release}
           title="Hold to talk (hold space)">${!isHeld ? "Hold to talk"
             : hasMicrophone ? `Listening … ${sentS.toFixed(1)} s` : "Wait for the microphone …"}</button>
@@ -80,7 +81,7 @@ function Composer({ model, can, hasRealtime }) {
         event.target.value = "";
       }} /></label>` : null}
       <span class="space"></span>
-      ${isBusy ? html`<button type="button" id="stop" onClick=${() => { interrupt(); stopAnswer(); }}
+      ${isBusy || isResponding || isPlaying ? html`<button type="button" id="stop" onClick=${interrupt}
         title="Stop the answer (Esc)">Stop</button>` : null}
       <button class="primary" id="send" disabled=${!text.trim()}>${isDrawing ? "Draw" : "Ask"}</button>
     </div>
@@ -106,6 +107,6 @@ export function Chat({ model, can, hasRealtime, theme }) {
           ? ", or hold the space bar and say it." : "."} Press <kbd>?</kbd> for the keys.</li>`}
     </ol>
     ${hasSound ? html`<${Wave} isActive=${isActive} theme=${theme} />` : null}
-    <${Composer} model=${model} can=${can} hasRealtime=${hasRealtime} />
+    <${Composer} model=${model} can=${can} hasRealtime=${hasRealtime} isPlaying=${isPlaying} />
   </section>`;
 }

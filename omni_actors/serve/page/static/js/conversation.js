@@ -7,15 +7,18 @@ import { Store, pause } from "./store.js";
 const TAIL_S = 0.4; // an answer of which less is left counts as heard
 const FULL_MS = 200; // between two looks whether a full player has room again
 const KEPT = 10; // earlier messages that a question brings along
+const LETTERS_PER_S = 14; // the usual pace of speech
 export const MAX_MESSAGES = 100; // that the page keeps; older ones are dropped
 
-// messages: {id, role, text, state, player, pictures, error}. lastCall: the latest request, for "the same call".
+// messages: {id, role, text, state, player, heard, pictures, error}. heard: how many letters of a stopped answer were
+// heard; of others null. lastCall: the latest request, for "the same call".
 export const talk = new Store({ messages: [], lastCall: null, isBusy: false, spoken: true });
 let running = null; // the AbortController of the answer that is being made
 let count = 0;
 
 export function addMessage(fields) {
-  const message = { id: ++count, text: "", state: "open", pictures: [], player: null, error: null, ...fields };
+  const empty = { text: "", state: "open", pictures: [], player: null, heard: null, error: null };
+  const message = { id: ++count, ...empty, ...fields };
   talk.update({ messages: [...talk.value.messages, message].slice(-MAX_MESSAGES) });
   return message;
 }
@@ -25,21 +28,49 @@ export function changed(message, fields = {}) {
   talk.update();
 }
 
-// Stops the answer that is being made, and all sound.
-export function stopAnswer() {
-  const playing = talk.value.messages.filter((each) => each.player?.isPlaying);
-  for (const each of playing) {
-    if (each.player.received - each.player.played > TAIL_S) each.state = "stopped";
-    each.player.stop();
+// Returns how many letters of a message's text have been heard. The server sends text and sound apart, without the
+// times of words. So this is estimated: when all sound is there, from the share of it that was played; before, from the
+// usual pace of speech.
+export function heardLetters({ text, player, state, heard }) {
+  if (heard !== null) return heard;
+  if (!player || !player.received) return player ? 0 : text.length;
+  const { played, received } = player;
+  if (state === "done" && played >= received - 0.02) return text.length;
+  return Math.min(text.length, state === "open" ? played * LETTERS_PER_S : (text.length * played) / received);
+}
+
+// Stops a message on this page. Returns whether it was being made or played.
+export function cut(message) {
+  const { player, state } = message;
+  const isOpen = state === "open";
+  if (!isOpen && !player?.isPlaying) return false;
+  if (isOpen || player.received - player.played > TAIL_S) {
+    changed(message, { heard: heardLetters(message), state: "stopped" });
   }
+  player?.stop();
+  return true;
+}
+
+// Stops typed answers and all sound. The server hears of spoken answers from `interrupt` in voice.js.
+export function stopAnswer() {
+  for (const each of talk.value.messages) if (each.role === "assistant") cut(each);
   running?.abort();
   talk.update();
 }
 
+// Returns the text that later questions bring along. Of a stopped answer it has the words that were heard.
+function remembered({ text, heard }) {
+  if (heard === null) return text;
+  let said = "";
+  for (const word of text.split(/(\s+)/)) if (said.length < heard) said += word;
+  return said.trimEnd();
+}
+
 function parts(message) {
-  if (!message.pictures.length || message.role !== "user") return message.text;
+  const text = remembered(message);
+  if (!message.pictures.length || message.role !== "user") return text;
   const pictures = message.pictures.map((url) => ({ type: "image_url", image_url: { url } }));
-  return [...pictures, { type: "text", text: message.text }];
+  return [...pictures, { type: "text", text }];
 }
 
 export function chatBody(model, messages, isSpoken) {
@@ -48,9 +79,8 @@ export function chatBody(model, messages, isSpoken) {
   return body;
 }
 
-// Runs `work` as the only answer in progress; `answer` gets its error.
-async function exclusively(answer, work) {
-  stopAnswer();
+// Runs `work`, which `stopAnswer` aborts; `answer` gets its error.
+async function abortably(answer, work) {
   const mine = new AbortController();
   running = mine;
   talk.update({ isBusy: true });
@@ -68,15 +98,16 @@ async function exclusively(answer, work) {
   }
 }
 
-// Asks a typed question, and streams the answer's text and, if the pipeline speaks, its sound.
+// Asks a typed question, and streams the answer's text and, if the pipeline speaks, its sound. The caller has called
+// `interrupt`.
 export async function ask(model, text, { isSpoken, pictures = [] }) {
   addMessage({ role: "user", text, pictures, state: "done" });
-  const earlier = talk.value.messages.filter((each) => each.text && each.state !== "failed").slice(-KEPT);
+  const earlier = talk.value.messages.filter((each) => remembered(each) && each.state !== "failed").slice(-KEPT);
   const body = chatBody(model, earlier, isSpoken);
   const answer = addMessage({ role: "assistant", asked: performance.now() });
   if (isSpoken) answer.player = new Player();
   talk.update({ lastCall: { path: "/v1/chat/completions", body } });
-  await exclusively(answer, async (signal) => {
+  await abortably(answer, async (signal) => {
     for await (const [, chunk] of events(await call("/v1/chat/completions", { body, signal }))) {
       if (chunk.error) throw new Error(chunk.error.message);
       const delta = chunk.choices?.[0]?.delta || {};
@@ -92,7 +123,8 @@ export async function ask(model, text, { isSpoken, pictures = [] }) {
   });
 }
 
-// Asks for a picture of a prompt, or for a change of the given one, and shows the previews on the way.
+// Asks for a picture of a prompt, or for a change of the given one, and shows the previews on the way. The caller has
+// called `interrupt`.
 export async function draw(model, prompt, picture) {
   addMessage({ role: "user", text: prompt, pictures: picture ? [picture] : [], state: "done" });
   const answer = addMessage({ role: "assistant" });
@@ -100,7 +132,7 @@ export async function draw(model, prompt, picture) {
   const body = { model, prompt, stream: true, partial_images: 3 };
   if (picture) body.images = [{ image_url: picture }];
   talk.update({ lastCall: { path, body } });
-  await exclusively(answer, async (signal) => {
+  await abortably(answer, async (signal) => {
     for await (const [, event] of events(await call(path, { body, signal }))) {
       if (event.error) throw new Error(event.error.message);
       if (!event.b64_json) continue;

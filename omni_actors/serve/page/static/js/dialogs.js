@@ -74,18 +74,17 @@ function python(value) {
 const METHODS = {
   "/v1/chat/completions": "chat.completions.create",
   "/v1/images/generations": "images.generate",
+  "/v1/images/edits": "images.edit",
 };
+const PICTURE = '    image=open("picture.png", "rb"),'; // the client sends pictures as files
 
 export function asPython({ path, body }, needsKey) {
-  const lines = Object.entries(shortened(body)).map(([name, value]) => `    ${name}=${python(value)},`);
+  const lines = Object.entries(shortened(body)).map(([name, value]) =>
+    name === "images" ? PICTURE : `    ${name}=${python(value)},`);
   const apiKey = needsKey ? 'os.environ["OMNI_ACTORS_API_KEY"]' : '"none"';
   const client = `${needsKey ? "import os\n\n" : ""}from openai import OpenAI\n
 client = OpenAI(base_url="${location.origin}/v1", api_key=${apiKey})`;
-  const method = METHODS[path];
-  if (!method) {
-    return `${client}\nanswer = client.post("${path.replace("/v1", "")}", body=${python(shortened(body))}, cast_to=object)`;
-  }
-  return `${client}\nfor event in client.${method}(\n${lines.join("\n")}\n):\n    print(event)`;
+  return `${client}\nfor event in client.${METHODS[path]}(\n${lines.join("\n")}\n):\n    print(event)`;
 }
 
 export function SameCall({ model, needsKey, onClose }) {

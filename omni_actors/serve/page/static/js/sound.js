@@ -14,7 +14,7 @@ function toFloats(pcm) {
 
 let shared = null;
 
-// Returns the page's only AudioContext. Browsers start it only after a click or a key.
+// Returns the AudioContext in which the page plays. Browsers start it only after a click or a key.
 export function audioContext() {
   shared ||= new AudioContext({ sampleRate: RATE, latencyHint: "interactive" });
   if (shared.state === "suspended") shared.resume();
@@ -117,36 +117,39 @@ function stopTracks(stream) {
   for (const track of stream.getTracks()) track.stop();
 }
 
-// The microphone. `onPiece` receives {pcm: Uint8Array, peaks}, each 40 ms.
+// The microphone. `onPiece` receives {pcm: Uint8Array, peaks}, each 40 ms. It has a context of its own, at the device's
+// rate, because older Firefoxes connect it to no other; the worklet resamples.
 export class Microphone {
   static async open(onPiece) {
-    const context = audioContext();
+    audioContext();
     const stream = await navigator.mediaDevices.getUserMedia({
       audio: { channelCount: 1, echoCancellation: true, noiseSuppression: true, autoGainControl: true },
     });
+    const context = new AudioContext({ latencyHint: "interactive" });
     try {
       await context.audioWorklet.addModule("/page/js/capture-worklet.js");
       return new Microphone(context, stream, onPiece);
     } catch (error) {
       stopTracks(stream);
+      context.close();
       throw error;
     }
   }
 
   constructor(context, stream, onPiece) {
+    this.context = context;
     this.stream = stream;
-    this.source = context.createMediaStreamSource(stream);
     this.node = new AudioWorkletNode(context, "capture", { numberOfOutputs: 0, channelCount: 1 });
     this.node.port.onmessage = ({ data }) => {
-      const peaks = peaksOf(toFloats(new Uint8Array(data)), context.currentTime);
-      onPiece({ pcm: new Uint8Array(data), peaks });
+      const pcm = new Uint8Array(data);
+      onPiece({ pcm, peaks: peaksOf(toFloats(pcm), audioContext().currentTime) });
     };
-    this.source.connect(this.node);
+    context.createMediaStreamSource(stream).connect(this.node);
   }
 
   close() {
-    this.source.disconnect();
     this.node.port.onmessage = null;
+    this.context.close();
     stopTracks(this.stream);
   }
 }

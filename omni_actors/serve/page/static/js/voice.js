@@ -1,7 +1,7 @@
 // Talking over /v1/realtime, hands-free (the server finds the turns) or push-to-talk (the key or the button does).
 
 import { fromBase64, key, toBase64 } from "./api.js";
-import { MAX_MESSAGES, addMessage, changed, stopAnswer } from "./conversation.js";
+import { MAX_MESSAGES, addMessage, changed, cut, stopAnswer } from "./conversation.js";
 import { Microphone, Player, audioContext } from "./sound.js";
 import { Store } from "./store.js";
 
@@ -10,11 +10,13 @@ const SHOWN_MS = 200; // how often the length of a turn is shown
 const KEPT_PEAKS = 1200; // of the microphone: more than the waveform shows
 const KEPT_SPEECH = 20;
 const SHORTEST_MS = 100; // the server refuses a shorter turn
+const NOTHING_TO_CANCEL = "response_cancel_not_active"; // the code of an error
 const MOST_WAITING = 750; // events that wait until the session is configured: 30 s of sound
 
-// mode: "off", "connecting", "hands-free" or "push". isHeld: whether the push-to-talk key is down. hasMicrophone: whether
-// the microphone is open. isSpeaking: whether the server hears speech. sentS: the seconds of sound of this turn.
-const OFF = { mode: "off", isHeld: false, hasMicrophone: false, isSpeaking: false };
+// mode: "off", "connecting", "hands-free" or "push". isHeld: whether the push-to-talk key is down. hasMicrophone:
+// whether the microphone is open. isSpeaking: whether the server hears speech. isResponding: whether it makes an answer.
+// sentS: the seconds of sound of this turn.
+const OFF = { mode: "off", isHeld: false, hasMicrophone: false, isSpeaking: false, isResponding: false };
 export const voice = new Store({ ...OFF, sentS: 0, error: null });
 // peaks: [time, peak] of the microphone. speech: [from, to] of each time in which the user spoke. In seconds of the AudioContext.
 export const heard = { peaks: [], speech: [] };
@@ -35,7 +37,6 @@ class Session {
     this.isHandsFree = isHandsFree;
     this.items = new Map(); // by the protocol's item id: the message of the conversation
     this.answer = null;
-    this.isResponding = false;
     this.waiting = []; // events to send when the session is configured; null once it is
     const url = new URL(`/v1/realtime?model=${encodeURIComponent(model)}`, location.href);
     url.protocol = url.protocol.replace("http", "ws");
@@ -72,14 +73,18 @@ class Session {
     });
   }
 
-  // Stops the sound, and tells the server how much of it was heard.
-  interrupt({ cancels }) {
+  // Stops the answer, and tells the server how much of it was heard.
+  stopAnswer() {
     const { answer } = this;
-    if (cancels && this.isResponding) this.send("response.cancel");
-    if (!answer?.player?.isPlaying) return;
+    if (!answer || !cut(answer)) return;
     const heardMs = answer.player.stop();
     this.send("conversation.item.truncate", { item_id: answer.itemId, content_index: 0, audio_end_ms: heardMs });
-    changed(answer, { state: "stopped" });
+  }
+
+  // Ends the response, which may have begun without this page knowing it yet.
+  interrupt() {
+    this.send("response.cancel");
+    this.stopAnswer();
   }
 
   // Returns the message of an item, which it adds if it is new.
@@ -104,7 +109,7 @@ class Session {
       case "input_audio_buffer.speech_started":
         speechBegins();
         voice.update({ isSpeaking: true });
-        this.interrupt({ cancels: false });
+        this.stopAnswer(); // the server has ended the response
         stopAnswer();
         break;
       case "input_audio_buffer.speech_stopped":
@@ -124,7 +129,7 @@ class Session {
         changed(this.message(event.item_id, "user"), { state: "failed", error: event.error?.message });
         break;
       case "response.created":
-        this.isResponding = true;
+        voice.update({ isResponding: true });
         break;
       case "response.output_audio.delta":
         this.answering(event.item_id).player.push(fromBase64(event.delta));
@@ -139,7 +144,7 @@ class Session {
         this.done(event.response);
         break;
       case "error":
-        voice.update({ error: event.error.message });
+        if (event.error.code !== NOTHING_TO_CANCEL) voice.update({ error: event.error.message });
         break;
       default:
     }
@@ -156,10 +161,11 @@ class Session {
   }
 
   done(response) {
-    this.isResponding = false;
+    voice.update({ isResponding: false });
+    if (response.status === "cancelled") this.stopAnswer(); // also what was sent before the server took the cancel
     if (response.status === "failed") voice.update({ error: response.status_details?.error?.message || "it failed" });
     if (this.answer?.state === "open") {
-      const states = { cancelled: "stopped", completed: "done", failed: "failed", incomplete: "done" };
+      const states = { completed: "done", failed: "failed", incomplete: "done" };
       changed(this.answer, { state: states[response.status] || "done" });
     }
   }
@@ -168,11 +174,7 @@ class Session {
   close() {
     this.socket.onclose = null;
     this.socket.close(1000);
-    for (const message of this.items.values()) {
-      const isStopped = message.state === "open" || message.player?.isPlaying;
-      message.player?.stop();
-      if (isStopped) changed(message, { state: "stopped" });
-    }
+    for (const message of this.items.values()) cut(message);
   }
 }
 
@@ -230,14 +232,14 @@ export function stop() {
   if (goal !== "off") close(null);
 }
 
-// Push-to-talk: the key goes down. It may go up again before the microphone is open: then no sound is sent.
+// Push-to-talk: the key goes down. It may go up again before the microphone is open: then no sound is sent. Hands-free
+// stays as it is: another session would not know its conversation.
 export function hold(model) {
-  if (voice.value.isHeld) return;
-  if (goal !== "push") start(model, "push");
+  if (voice.value.isHeld || goal === "hands-free") return;
+  if (goal === "off") start(model, "push");
   sentMs = 0;
   voice.update({ isHeld: true, sentS: 0 });
-  session?.interrupt({ cancels: true });
-  stopAnswer();
+  interrupt();
   session?.send("input_audio_buffer.clear");
   speechBegins();
 }
@@ -255,7 +257,8 @@ export function release() {
   session?.send("response.create");
 }
 
-// Stops the answer that is being spoken.
+// Stops the answer that is made or played, at the server and here.
 export function interrupt() {
-  session?.interrupt({ cancels: true });
+  session?.interrupt();
+  stopAnswer();
 }
