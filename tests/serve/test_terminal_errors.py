@@ -40,6 +40,7 @@ class Scripted:
         self.listed: bytes = json.dumps({"data": [{"id": model}]}).encode()
         self.has_end = True
         """Whether an answer ends. One without an end goes on until the client leaves."""
+        self.before_answer: Callable[[], object] = lambda: None
         scripted = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -48,6 +49,7 @@ class Scripted:
 
             def do_POST(self) -> None:
                 scripted.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                scripted.before_answer()
                 self.reply(*scripted.answers.pop(0))
 
             def reply(self, status: int, body: bytes) -> None:
@@ -105,9 +107,10 @@ def test_a_refusal_is_one_line_while_a_player_runs(scripted: Scripted) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_one_line(scripted: Scripted, tmp_path: Path) -> None:
-    (tmp_path / "answer-1.wav").mkdir()
+    (folder := tmp_path / "answers").mkdir()
+    scripted.before_answer = folder.rmdir
     scripted.answers = [answered({"audio": {"data": "AAAA" * 160}})]
-    result = chat(scripted, "one\n", "-o", str(tmp_path))
+    result = chat(scripted, "one\n", "-o", str(folder))
     assert result.exit_code == 1
     assert result.exception is None or isinstance(result.exception, SystemExit)
     assert "the spoken answer cannot be written" in result.stderr

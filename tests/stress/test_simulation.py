@@ -71,9 +71,12 @@ def test_the_system_passes() -> None:
         assert result.tally.found == [], (seed, result.tally.found, *result.log)
 
 
-@pytest.mark.parametrize("seed", [41_002_499, 41_014_107, 61_017_834])
+@pytest.mark.parametrize("seed", [41_002_499, 41_014_107, 61_017_834, 74_102_185])
 def test_schedules_that_were_violated_once(seed: int) -> None:
-    """A dead stage did not start again for one that was computed again; a pause that began while another one ended."""
+    """What violated them: a dead stage did not start again for one that was computed again; pauses overlapped.
+
+    The last one was a false alarm: scaling made a replica a standby between the placement and the start of a request.
+    """
     assert simulate(seed).tally.found == []
 
 

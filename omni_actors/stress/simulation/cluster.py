@@ -28,7 +28,7 @@ from omni_actors.stress.simulation.agent import SimulatedAgent
 from omni_actors.stress.simulation.edge_rings import EdgeRings
 from omni_actors.stress.simulation.network import Cut, Network
 from omni_actors.stress.simulation.remote_worker import RemoteWorker
-from omni_actors.stress.simulation.worker import Note, SimulatedWorker, WorkerBehavior
+from omni_actors.stress.simulation.worker import Note, OnStart, SimulatedWorker, WorkerBehavior
 from omni_actors.supervisor.process import EdgeRing, Worker
 from ringbuf import Ring
 
@@ -73,7 +73,7 @@ class SimulatedCluster:
         """All workers so far."""
         self.living: dict[Address, SimulatedWorker] = {}
         """The current worker of each address, as the parent knows it."""
-        self.on_start: Callable[[Address], None] = lambda address: None
+        self.on_start: OnStart = lambda address, message: None
         self._views: dict[Address, SimulatedWorker | RemoteWorker] = {}
         self.node_of: dict[Address, str] = {CLIENT_ADDRESS: self.parent}
         self._started: set[SimulatedWorker] = set()
@@ -258,6 +258,11 @@ class SimulatedCluster:
         for agent in self.agents.values():
             for worker in agent.workers if agent.node in nodes else ():
                 self._explain(worker.pid)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether there is a worker that messages of the parent do not reach now."""
+        return not all(self.network.is_open(self.parent, node) for node in self.node_of.values())
 
     # links
 

@@ -17,7 +17,7 @@ from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import MailboxFull, available
 from omni_actors.protocol.packets import Envelope, close_all
-from omni_actors.stress.simulation.worker import SimulatedWorker
+from omni_actors.stress.simulation.worker import OnStart, SimulatedWorker
 from omni_actors.supervisor.process import Worker
 
 
@@ -41,7 +41,7 @@ class RemoteWorker(Worker):
     """The parent's side of ``process``, and its mailbox."""
 
     def __init__(
-        self, process: SimulatedWorker, connection: Connection, on_start: Callable[[messages.Address], None]
+        self, process: SimulatedWorker, connection: Connection, on_start: OnStart
     ) -> None:
         super().__init__(process.pid, self)
         self.process, self._connection, self._on_start = process, connection, on_start
@@ -61,7 +61,7 @@ class RemoteWorker(Worker):
         if self._exit is not None:
             return
         if isinstance(message, messages.Start):
-            self._on_start(self.process.address)
+            self._on_start(self.process.address, message)
         if isinstance(message, messages.CheckpointMemory):
             return  # rule 1
         if self.process.is_full:

@@ -38,6 +38,8 @@ class SimulatedScaling:
 
     def __init__(self, draw: random.Random, workload: Workload, journal: Journal) -> None:
         self._draw, self._workload, self._journal = draw, workload, journal
+        self.scaled = set[str]()
+        """The stages whose number of replicas was changed, or was to be."""
         self._omni: OmniSystem
         self._controls: Controls
 
@@ -52,6 +54,7 @@ class SimulatedScaling:
         wanted = self._wanted(stage)
         replicas = draw.choice([each for each in range(MOST_REPLICAS + 1) if each != wanted])
         drain_s, give_up_s, empty_s = draw.choice(DRAIN_S), draw.choice(GIVE_UP_S), draw.choice(EMPTY_S)
+        self.scaled.add(stage)
         self._journal.injected("scale up" if replicas > wanted else "scale down")
         self._journal.note(f"{stage} is scaled from {wanted} to {replicas}, {drain_s=} {give_up_s=} {empty_s=}")
         self._controls.in_force += 1

@@ -26,7 +26,7 @@ from trio._core import _run as trio_run
 
 from omni_actors.cluster.lease import DRIFT as DRIFT_OF_LEASES
 from omni_actors.orchestrator.trials import died_by_itself
-from omni_actors.protocol.messages import Address
+from omni_actors.protocol.messages import Address, Start
 from omni_actors.stress import judge
 from omni_actors.stress.controls import Controls
 from omni_actors.stress.health_watch import HealthWatch
@@ -245,6 +245,8 @@ class Simulation(trio.abc.Instrument):
             await self._wait_settled()
             self._client.submit_probes()
             await self._wait_settled()
+            while self._cluster is not None and self._cluster.is_cut_off:  # noqa: ASYNC110 - the time is virtual
+                await trio.sleep(TICK_S)  # until then, workers do not know which requests have ended
             await trio.sleep(1.0 + STEP_S / PARTS)  # the last control messages arrive, at the latest before a ping
             await self._wait_settled()  # a lease or a link may have ended meanwhile, for a partition of before
         if patience.cancelled_caught:
@@ -291,11 +293,14 @@ class Simulation(trio.abc.Instrument):
             if worker.loop is not None and (kept := worker.loop.requests):
                 self._journal.violated("leaked", f"{worker} still has requests {sorted(kept)}")
 
-    def _check_start(self, address: Address) -> None:
+    def _check_start(self, address: Address, message: Start) -> None:
         """Check that a request starts in none but the replicas that were ready first (``orchestrator.placement``).
 
-        After a death that the worker's own work may have caused, a trial of suspects may use any replica.
+        After a death that the worker's own work may have caused, a trial of suspects may use any replica. A request
+        that starts again does so a while after it was placed: scaling may have made its replica a standby meanwhile.
         """
+        if message.replayed and address.stage in self._scaling.scaled:
+            return
         replicas = self._omni._supervisor.replicas.values()
         if any(died_by_itself(death.exit) for each in replicas for death in each.history):
             return

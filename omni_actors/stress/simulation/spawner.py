@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from omni_actors.protocol.messages import Address
-from omni_actors.stress.simulation.worker import Note, SimulatedWorker, WorkerBehavior
+from omni_actors.stress.simulation.worker import Note, OnStart, SimulatedWorker, WorkerBehavior
 from omni_actors.supervisor.process import Worker
 from ringbuf import Ring
 
@@ -31,7 +31,7 @@ class SimulatedSpawner:
         """All workers so far."""
         self.living: dict[Address, SimulatedWorker] = {}
         self._rings: list[Ring] = []
-        self.on_start: Callable[[Address], None] = lambda address: None
+        self.on_start: OnStart = lambda address, message: None
         """As in its workers."""
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:

@@ -34,6 +34,7 @@ from omni_actors.worker.engine_loop import EngineLoop
 from ringbuf import Ring
 
 Note: TypeAlias = Callable[[str], None]
+OnStart: TypeAlias = Callable[[messages.Address, messages.Start], object]
 
 
 class Reports(Protocol):
@@ -87,8 +88,8 @@ class SimulatedWorker(Worker):
         self, address: messages.Address, pid: int, behavior: WorkerBehavior, mailbox_capacity: int, note: Note
     ) -> None:
         super().__init__(pid, self)
-        self.on_start: Callable[[messages.Address], None] = lambda address: None
-        """Called with its address when a request is about to start in it."""
+        self.on_start: OnStart = lambda address, message: None
+        """Called with its address and the message when a request is about to start in it."""
         self.address, self.behavior, self._note = address, behavior, note
         self.fault: str | None = None
         self._inbox_send, self._inbox = trio.open_memory_channel[_Posted](mailbox_capacity)
@@ -151,7 +152,7 @@ class SimulatedWorker(Worker):
         if not self.alive:
             return
         if isinstance(message, messages.Start):
-            self.on_start(self.address)
+            self.on_start(self.address, message)
         packet = messages.encode(message)
         owned = tuple(os.dup(fd) for fd in fds)
         self._fds.update(owned)
