@@ -40,9 +40,7 @@ class Connection(Protocol):
 class RemoteWorker(Worker):
     """The parent's side of ``process``, and its mailbox."""
 
-    def __init__(
-        self, process: SimulatedWorker, connection: Connection, on_start: OnStart
-    ) -> None:
+    def __init__(self, process: SimulatedWorker, connection: Connection, on_start: OnStart) -> None:
         super().__init__(process.pid, self)
         self.process, self._connection, self._on_start = process, connection, on_start
         self._received, self.incoming = trio.open_memory_channel[Envelope](math.inf)
