@@ -99,6 +99,8 @@ def parts(sound: bytes, size: int) -> Iterator[str]:
 def session(api: Api, *, query: str = "", **options: Any) -> Iterator[Session]:
     """A session whose first event was received."""
     url = f"ws://127.0.0.1:{api.port}/v1/realtime{query}"
+    # While its queue is full, this client reads nothing, not even the end of the connection: it waits 10 s for that.
+    options = {"max_queue": None, **options}
     with connect(url, open_timeout=WATCHDOG_S, compression=None, max_size=None, **options) as websocket:
         found = Session(websocket)
         assert found.receive()["type"] == "session.created"

@@ -51,6 +51,7 @@ prompt. With ``holds``, what the server sends waits in ``held``."""
 
 OPEN_MICROPHONES = "seen.streams.filter((each) => each.getTracks().some((track) => track.readyState === 'live')).length"
 BUTTON = "document.querySelector('.mic').innerText"
+MODE = "import('/page/js/voice.js').then(({voice}) => voice.value.mode)"
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,8 @@ def test_the_end_of_a_session_stops_the_answer_that_is_open(page: Page) -> None:
     page.release(".mic")
     page.wait("document.querySelector('.message.assistant')?.dataset.state === 'open'")
     page.key("h", "KeyH", "h")
+    page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
+    page.key("h", "KeyH", "h")
     page.wait("document.querySelector('.message.assistant').dataset.state === 'stopped'")
     page.wait(f"{OPEN_MICROPHONES} === 0")
     assert page.evaluate("document.querySelectorAll('.message[data-state=open]').length") == 0
@@ -276,9 +279,6 @@ def test_an_answer_can_be_stopped_while_its_sound_is_played(studio: Server) -> N
         assert page.errors == []
 
 
-MODE = "import('/page/js/voice.js').then(({voice}) => voice.value.mode)"
-
-
 def test_space_in_hands_free_mode_keeps_the_session(page: Page) -> None:
     page.key("h", "KeyH", "h")
     page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
@@ -289,6 +289,35 @@ def test_space_in_hands_free_mode_keeps_the_session(page: Page) -> None:
     wait_sent(page, "input_audio_buffer.append")
     assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [1, 1, 1]
     assert not {"input_audio_buffer.clear", "input_audio_buffer.commit", "session.update"} & set(sent(page))
+
+
+def test_hands_free_goes_on_with_the_session_of_push_to_talk(page: Page) -> None:
+    speak(page)
+    wait_sent(page, "response.create")
+    page.key("h", "KeyH", "h")
+    page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
+    updates = page.evaluate("seen.events.filter((each) => each.type === 'session.update')")
+    detections = [each["session"]["audio"]["input"]["turn_detection"] for each in updates]
+    assert [None if each is None else each["type"] for each in detections] == [None, "server_vad"]
+    assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [1, 1, 1]
+
+
+LISTENER = """\
+name: listener
+stages:
+  mind: {engine: echo, accepts: [audio, messages], emits: text}
+"""
+
+
+def test_a_pipeline_that_hears_and_does_not_speak_answers_in_text(start: Start) -> None:
+    with start(config=LISTENER) as server, open_page() as page:
+        page.open(server.url)
+        page.wait("document.querySelector('.mic')")
+        speak(page)
+        page.wait("document.querySelector('.message.assistant')?.dataset.state === 'done'")
+        assert page.evaluate(MODE) == "push"
+        assert page.evaluate("document.querySelector('.composer .error')") is None
+        assert page.errors == []
 
 
 def test_space_while_hands_free_waits_for_the_microphone_keeps_the_mode(page: Page) -> None:

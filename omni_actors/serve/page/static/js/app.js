@@ -10,7 +10,7 @@ import { RequestList } from "./requests.js";
 import { Sparks } from "./sparks.js";
 import { pause, useStore } from "./store.js";
 import { html, render, useEffect, useState } from "./view.js";
-import { hold, interrupt, release, start, stop, voice } from "./voice.js";
+import { hold, interrupt, release, toggleHandsFree } from "./voice.js";
 
 function currentTheme() {
   const { theme } = document.documentElement.dataset;
@@ -29,7 +29,7 @@ function useKeys({ model, can, hasRealtime, setDialog, toggleTheme }) {
       "/": () => document.querySelector("#question")?.focus(),
       c: () => setDialog("call"),
       t: toggleTheme,
-      h: () => talks && (voice.value.mode === "off" ? start(model, "hands-free") : stop()),
+      h: () => talks && toggleHandsFree(model),
     };
     const down = (event) => {
       if (event.key === "Escape" && !document.querySelector("dialog")) {

@@ -3,7 +3,7 @@
 import { ask, draw, talk } from "./conversation.js";
 import { useClock, useStore } from "./store.js";
 import { html, seconds, useEffect, useRef, useState } from "./view.js";
-import { hold, interrupt, release, start, stop, voice } from "./voice.js";
+import { hold, interrupt, release, toggleHandsFree, voice } from "./voice.js";
 import { Wave } from "./wave.js";
 import { Words } from "./words.js";
 
@@ -68,7 +68,7 @@ function Composer({ model, can, hasRealtime, isPlaying }) {
           title="Hold to talk (hold space)">${!isHeld ? "Hold to talk"
             : hasMicrophone ? `Listening … ${sentS.toFixed(1)} s` : "Wait for the microphone …"}</button>
         <button type="button" id="hands-free" class=${listens ? "on" : ""} aria-pressed=${listens}
-          onClick=${() => (listens ? stop() : start(model, "hands-free"))} title="Hands-free (h)">
+          onClick=${() => toggleHandsFree(model)} title="Hands-free (h)">
           ${mode === "connecting" ? "Connecting …" : isSpeaking ? "Hears you" : listens ? "Hands-free on" : "Hands-free"}
         </button>` : null}
       ${can.speaks && can.chats ? html`<label class="check"><input type="checkbox" checked=${spoken}

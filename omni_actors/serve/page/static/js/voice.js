@@ -64,13 +64,18 @@ class Session {
     this.post("session.update", {
       session: {
         type: "realtime",
-        output_modalities: ["audio"],
         audio: {
           input: { format, turn_detection: detection, transcription: { model: this.model } },
           output: { format },
         },
       },
     });
+  }
+
+  // Lets the server find the turns from now on.
+  setHandsFree() {
+    this.isHandsFree = true;
+    this.configure();
   }
 
   // Stops the answer, and tells the server how much of it was heard.
@@ -144,7 +149,8 @@ class Session {
         this.done(event.response);
         break;
       case "error":
-        if (event.error.code !== NOTHING_TO_CANCEL) voice.update({ error: event.error.message });
+        if (this.waiting !== null) close(event.error.message); // it refuses the configuration
+        else if (event.error.code !== NOTHING_TO_CANCEL) voice.update({ error: event.error.message });
         break;
       default:
     }
@@ -206,7 +212,7 @@ function close(error) {
 }
 
 // Opens the microphone and a session. mode: "hands-free" or "push". Another start or a stop meanwhile cancels it.
-export async function start(model, mode) {
+async function start(model, mode) {
   close(null);
   stopAnswer();
   goal = mode;
@@ -224,12 +230,19 @@ export async function start(model, mode) {
     return;
   }
   microphone = opened;
-  session = new Session(model, mode === "hands-free");
+  session = new Session(model, goal === "hands-free");
   voice.update({ hasMicrophone: true });
 }
 
-export function stop() {
-  if (goal !== "off") close(null);
+// Turns hands-free on or off. A push-to-talk session goes on as a hands-free one: it knows the conversation.
+export function toggleHandsFree(model) {
+  if (goal === "hands-free") close(null);
+  else if (goal === "off") start(model, "hands-free");
+  else {
+    release();
+    goal = "hands-free";
+    session?.setHandsFree();
+  }
 }
 
 // Push-to-talk: the key goes down. It may go up again before the microphone is open: then no sound is sent. Hands-free
