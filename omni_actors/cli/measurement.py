@@ -30,6 +30,7 @@ class Measurement:
         """From the server's sending of an event until it was read, where the server says when it sent it."""
         self.tokens: int | None = None
         """The answer's tokens, as the server counts them."""
+        self.pictures = 0
         self.sound_s = 0.0
         self.playback = Playback()
         self.is_complete = False
@@ -43,6 +44,7 @@ class Measurement:
             self.add_text(at)
         if part.sound:
             self.add_sound(len(part.sound), at)
+        self.pictures += len(part.pictures)
         if part.usage is not None:
             self.tokens = part.usage.completion_tokens
         if part.finish_reason is not None:

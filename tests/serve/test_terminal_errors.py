@@ -130,6 +130,16 @@ def test_after_a_failure_the_conversation_is_as_before(
     assert again[0]["content"][-1]["text"] == "again"
 
 
+def test_an_answer_of_sound_alone_stays_in_the_conversation_without_words(scripted: Scripted) -> None:
+    scripted.answers = [answered({"audio": {"data": "AAAA" * 160}}), answered({"content": "yes"})]
+    chat(scripted, "sing\nagain\n")
+    assert [(each["role"], each["content"]) for each in scripted.bodies[1]["messages"]] == [
+        ("user", "sing"),
+        ("assistant", ""),
+        ("user", "again"),
+    ]
+
+
 HOSTILE = "[red]evil[/] \x1b]0;title\x07\x9b2J\u202egnp.exe\r\nand [bold]more"
 CLEANED = "[red]evil[/] ]0;title2Jgnp.exe and [bold]more"
 """As it must be printed: visible, in one line, and without effect."""

@@ -50,9 +50,12 @@ class Conversation:
         self._messages.pop()
         self.attached = self._asked
 
-    def answer(self, text: str) -> None:
-        """Add an answer. After an answer without text, the question is taken back."""
-        if text:
+    def answer(self, text: str, *, has_media: bool = False) -> None:
+        """Add an answer. After one without text, sound and pictures, the question is taken back.
+
+        has_media: whether it had sound or pictures. They are not sent again with the next message.
+        """
+        if text or has_media:
             self._messages.append({"role": "assistant", "content": text})
         else:
             self.take_back()

@@ -86,7 +86,7 @@ class Session:
         finally:
             self._scope = None
             click.echo()
-        self.conversation.answer("".join(texts) or ("" if not measurement.sound_s else "(sound)"))
+        self.conversation.answer("".join(texts), has_media=bool(measurement.sound_s or measurement.pictures))
         measurement.ended = time.monotonic()
         self._answers, self._last = self._answers + 1, measurement
         self._tokens += measurement.tokens or 0
@@ -120,7 +120,6 @@ class Session:
         if part.sound:
             await sink.write(part.sound)
         if part.pictures:
-            texts.append("(picture)")
             notes.print("the answer has a picture; `omni-actors draw` writes pictures to files", style="dim")
 
     def statistics(self) -> list[str]:
