@@ -129,6 +129,7 @@ async def test_map_waits_while_other_requests_fill_the_system() -> None:
                 assert {answer.text async for answer in answers} == {"a", "b"}
 
 
+@pytest.mark.slow
 async def test_map_tries_again_when_a_stage_refuses_a_request_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many times as its bound allows; then the answer has the error."""
     monkeypatch.setattr("omni_actors.system.batch.ATTEMPTS", 3)

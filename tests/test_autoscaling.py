@@ -211,6 +211,7 @@ async def test_a_draining_replica_returns_when_the_last_other_one_is_given_up(
         await complete(running[1:], 1000)
 
 
+@pytest.mark.slow
 async def test_with_processes_nothing_is_lost() -> None:
     """Load comes, a replica is added; load ends, it is removed."""
     bounds = Autoscale(max=2, queue_time_s=0.2, down_after_s=1.5, concurrency=1)

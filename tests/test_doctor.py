@@ -144,6 +144,7 @@ def on_other_system(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_another_system_gets_a_report_that_says_what_is_missing() -> None:
     code, out, err = on_other_system("doctor", "echo", "--json")
     assert (code, err) == (1, "")

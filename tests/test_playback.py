@@ -80,6 +80,7 @@ async def speaker(folder: Path, step_s: float) -> AsyncIterator[OmniSystem]:
         yield omni
 
 
+@pytest.mark.slow
 async def test_a_slow_speaker_underruns_and_the_metrics_tell(tmp_path: Path) -> None:
     """A word lasts WORD_S, and the next one comes later than that and the budget together."""
     async with speaker(tmp_path, WORD_S + 6 * BUDGET_S) as omni:

@@ -334,6 +334,7 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize("end", ["", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.slow
 def test_a_process_that_forks_and_does_not_close_leaves_no_process(end: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(SCRIPT) + end],

@@ -79,6 +79,7 @@ async def closing() -> AsyncIterator[Server]:
 
 
 @pytest.mark.voice
+@pytest.mark.slow
 def test_sessions_that_end_early_do_not_end_a_part() -> None:
     ends, barge_ins, errors = list[end_of_turn.Heard](), list[barge_in.BargeIn](), list[str]()
     run = kills.Run("cold restart", 5.0)

@@ -175,6 +175,7 @@ def test_a_killed_or_stopped_node_is_a_loss(victim: str, stop: signal.Signals) -
             pump.close(7)
 
 
+@pytest.mark.slow
 def test_a_full_ring_is_no_loss_however_long_it_lasts() -> None:
     """The sending end's socket is full for longer than the time of silence; the receiving end says that it lives."""
     with open_pump(silent_s=1.0) as (near, near_losses), open_pump(silent_s=1.0) as (far_pump, far_losses):

@@ -77,6 +77,7 @@ def test_a_short_partition_only_delays(nodes: tuple[Namespace, Namespace], mute:
 
 
 @pytest.mark.parametrize("mute", [(0,), (1,), (0, 1)])
+@pytest.mark.slow
 def test_both_ends_report_a_long_partition(nodes: tuple[Namespace, Namespace], mute: tuple[int, ...]) -> None:
     with link_between(nodes, silent_s=0.5) as (_, losses), ExitStack() as muted:
         for number in mute:

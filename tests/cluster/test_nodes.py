@@ -91,6 +91,7 @@ async def test_a_request_goes_on_after_the_death_of_an_agent(writers: Path, node
         assert_one_writer_at_a_time(writers)
 
 
+@pytest.mark.slow
 async def test_the_workers_of_a_node_that_stands_still_end_before_their_successors_start(writers: Path) -> None:
     """SIGSTOP of the agent alone: its worker goes on, as it does on a node that cannot be reached."""
     pipeline = long_answers(writers)

@@ -75,6 +75,7 @@ async def test_health_metrics_and_the_live_state_name_nodes_and_links() -> None:
         assert len(crossed) == len(LINKS)
 
 
+@pytest.mark.slow
 async def test_the_state_of_a_node_follows_the_loss_of_its_agent() -> None:
     """It is lost until its lease has ended, and fenced until it has a new agent."""
     agents, seen = UncertainAgents(), list[str]()

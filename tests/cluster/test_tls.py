@@ -211,6 +211,7 @@ def test_handshakes_of_tls_that_stop_half_way_are_bounded_in_number(rings: Linke
         stranger.close()
 
 
+@pytest.mark.slow
 async def test_a_system_of_two_nodes_with_tls(credentials: Credentials) -> None:
     """Its control connections and its links refuse who has no certificate, and half-open ones keep no agent out."""
     async with open_on_nodes(long_answers(), NODES, lease_s=4.0, tls=credentials) as cluster:

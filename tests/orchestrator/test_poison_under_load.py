@@ -163,6 +163,7 @@ async def test_hundreds_of_equal_requests_end_together(autojump_clock: trio.test
     check_bounds(await run_traffic({"raise": "feed"}, clients_with_poison=400, seconds=90.0))
 
 
+@pytest.mark.slow
 async def test_clients_with_short_deadlines_cause_no_more_shared_deaths(autojump_clock: trio.testing.MockClock) -> None:
     traffic = await run_traffic({"raise": "feed"}, deadline_s=8.0)
     assert len(traffic.shared_deaths) == 1
@@ -170,6 +171,7 @@ async def test_clients_with_short_deadlines_cause_no_more_shared_deaths(autojump
 
 
 @pytest.mark.parametrize("how", [{"on_failure": "fail"}, {"replays": 0}])
+@pytest.mark.slow
 async def test_requests_that_are_not_replayed_are_quarantined_too(
     autojump_clock: trio.testing.MockClock, how: dict[str, Any]
 ) -> None:
@@ -196,6 +198,7 @@ async def test_a_request_blamed_by_chance_completes_on_a_drained_replica(
     assert traffic.errors == []
 
 
+@pytest.mark.slow
 async def test_a_long_reload_does_not_count_as_waiting(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def spoken(omni: OmniSystem, *deaths: tuple[int, str, str, str], size: int = SIZ
 
 @pytest.mark.parametrize("stage", ["second", "third"])
 @pytest.mark.parametrize("where", ["feed", "before", "after", "end"])
+@pytest.mark.slow
 def test_a_death_in_any_moment_repeats_and_loses_nothing(shared_system: SharedSystem, stage: str, where: str) -> None:
     async def work(omni: OmniSystem) -> None:
         for at in (0, 2, PIECES - 1) if where != "end" else (PIECES - 1,):
@@ -63,6 +64,7 @@ async def test_on_failure_fail_computes_nothing_again(omni: OmniSystem) -> None:
 
 
 @with_shared_system
+@pytest.mark.slow
 async def test_a_request_that_kills_its_workers_ends_and_the_others_go_on(omni: OmniSystem) -> None:
     """Also where its chunks, and those of the others, are computed again for each of its replays."""
     poison = [Input({"n": n, "dies": [], "echo": {}}, {"x": np.zeros(SIZE, np.uint8)}) for n in range(PIECES - 1)]

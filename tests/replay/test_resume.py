@@ -101,6 +101,7 @@ def submit_repeating(omni: OmniSystem) -> Any:
 
 
 @pytest.mark.parametrize("killed", [("first",), ("second",), ("first", "second")], ids="-".join)
+@pytest.mark.slow
 async def test_a_deterministic_stage_repeats_what_a_journal_repeats(killed: tuple[str, ...]) -> None:
     async with OmniSystem.open(deterministic_behind_resumable()) as omni:
         outputs = await read_and_kill(omni, submit_repeating(omni), *killed)
@@ -136,6 +137,7 @@ async def test_several_stages_that_die_at_once(stages: tuple[str, ...], replicas
             check_continuous(await read_and_kill(omni, submit(omni), *stages))
 
 
+@pytest.mark.slow
 async def test_deaths_again_and_again(tmp_path: Path) -> None:
     dies = {name: {"dies_at": at, "marker": str(tmp_path / name)} for at, name in zip((2, 9, 20), STAGES, strict=True)}
     async with OmniSystem.open(pipeline(dies)) as omni:

@@ -235,6 +235,7 @@ def until_asleep(column: Column, peer: Column) -> Callable[[Ring, Child], None]:
     return lambda ring, child: wait_until(lambda: child.is_dead() or asleep(ring, column, peer))
 
 
+@pytest.mark.slow
 def test_a_producer_that_dies_at_any_step_of_whole_messages(host: ChildHost) -> None:
     steps = at_every_step(host, "send whole", True, outlive_producer(MESSAGES, until_dead))
     assert steps >= SENDING | {"end", "store record word 3", "fill a reservation's second half"}

@@ -86,6 +86,7 @@ def kill_with_a_request(server: Api) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_a_death_and_its_recovery_in_plain_words(start: Start) -> None:
     with start(config=MIND) as server:
         pid = kill_with_a_request(server)

@@ -84,6 +84,7 @@ def test_a_full_pipeline_refuses_its_own_requests_only(both: Server) -> None:
         assert ask(both, "mind").status_code == 200, "its places were given back"
 
 
+@pytest.mark.slow
 def test_a_request_ends_no_slow_reader_of_another_pipeline(start: Start, tmp_path: Path) -> None:
     """The pipeline with the slow reader is full, and comes first."""
     (tmp_path / "mind.yaml").write_text(MIND)

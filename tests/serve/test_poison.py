@@ -35,6 +35,7 @@ def ask_normally(server: Server, number: int, rounds: int) -> list[int]:
 @pytest.mark.parametrize(
     ("poisoners", "others", "rounds"), [(10, 4, 2), pytest.param(50, 8, 5, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_clients_that_send_poison_cost_other_clients_no_answer(
     start: Start, poisoners: int, others: int, rounds: int
 ) -> None:

@@ -109,6 +109,7 @@ def test_an_answer_of_another_version_is_found(baseline: Workload, mark: str) ->
         ("Daemon", ONE_KILL, {"leaked"}, "sleep 300"),
     ],
 )
+@pytest.mark.slow
 def test_a_planted_bug_is_found(
     engine: str, schedule: Schedule, kinds: set[str], words: str, planted: Callable[[str], Workload], mark: str
 ) -> None:

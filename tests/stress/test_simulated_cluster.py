@@ -132,6 +132,7 @@ def test_a_parent_that_does_not_notice_silence_is_found(monkeypatch: pytest.Monk
     assert "hung" in facts(first_violated())
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_placed_on_a_lost_node_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Placements, "lose", lambda self, name: None)
     first_violated()

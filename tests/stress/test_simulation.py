@@ -247,6 +247,7 @@ def test_rings_of_the_dead_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) 
     assert "leaked" in kinds(result)
 
 
+@pytest.mark.slow
 def test_a_journal_that_is_not_handed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Resumption, "entries", lambda self, stage: iter(()))
     assert kinds(first_violated(since=660)) <= {"corrupted", "duplicated", "lost"}
@@ -361,6 +362,7 @@ def test_a_new_replica_that_gets_no_request_is_found(monkeypatch: pytest.MonkeyP
     first_violated(every=SCALED)
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_taken_back_and_gets_no_request_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replica, "stay", lambda self: None)
     first_violated(since=100, every=SCALED)

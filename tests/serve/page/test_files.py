@@ -119,6 +119,7 @@ def _status(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_a_starved_worker_runs_again_when_the_client_has_gone(start: Start) -> None:
     """Starving that the server does not end lasts ``STARVE_S``. Until then it refuses to starve the worker again."""
     with start("--chaos") as server:

@@ -48,6 +48,7 @@ def page(painter: Server) -> Iterator[Page]:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a cat"}]}, "chat.completion.chunk"),
     ],
 )
+@pytest.mark.slow
 def test_the_python_of_a_call_prints_its_events(
     page: Page, tmp_path: Path, path: str, body: dict[str, Any], printed: str
 ) -> None:

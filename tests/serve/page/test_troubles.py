@@ -83,6 +83,7 @@ def _overlap(one: dict[str, float], other: dict[str, float]) -> bool:
     return not (apart or one["bottom"] < other["top"] or other["bottom"] < one["top"])
 
 
+@pytest.mark.slow
 def test_a_player_keeps_nothing_of_what_was_heard(page: Page, studio: Server) -> None:
     page.open(studio.url)
     page.evaluate(

@@ -406,6 +406,7 @@ def test_a_session_ends_when_its_time_is_over(start: Start) -> None:
         assert closed_with(talk) == 1000
 
 
+@pytest.mark.slow
 def test_a_dead_stage_fails_a_response_and_a_drain_ends_sessions_with_1001(start: Start) -> None:
     """A response in progress may end during the drain."""
     with start() as server, session(server) as idle, session(server) as busy:

@@ -9,6 +9,8 @@ import random
 import signal
 from typing import Any
 
+import pytest
+
 from omni_actors.serve.media.base64_data import to_base64
 from tests.support.http_server import Server, Start
 from tests.support.realtime import PCM_S, Session, session, silence
@@ -66,6 +68,7 @@ def test_a_language_that_the_model_does_not_know_is_refused(talk: Session) -> No
     assert say(talk, recording(0.5)) == "0.5 s at 24000 Hz"
 
 
+@pytest.mark.slow
 def test_events_behind_a_language_that_cannot_be_checked_are_taken_in_order(start: Start) -> None:
     """The transcriber is stopped. Its death would end the wait too, so it is alive at the end."""
     with start() as server, session(server) as talk:

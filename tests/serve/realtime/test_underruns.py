@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.http_server import Start
 from tests.support.realtime import session
 
 
+@pytest.mark.slow
 def test_a_slow_answer_has_underruns(start: Start) -> None:
     """A word lasts 0.1 s, and each of the three takes 0.7 s."""
     with start("-s", "stages.mouth.options.step_s=0.7") as server, session(server) as talk:

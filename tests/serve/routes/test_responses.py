@@ -255,6 +255,7 @@ def test_a_spoken_answer_is_streamed(studio: Server) -> None:
     assert transcript == events[-1]["response"]["output"][0]["content"][0]["text"]
 
 
+@pytest.mark.slow
 def test_a_failure_after_the_first_output_ends_the_stream_with_an_event(start: Start) -> None:
     asked = {"modalities": ["text", "audio"], "audio": {"format": "pcm16", "voice": "any"}}
     with start() as server:

@@ -76,6 +76,7 @@ def apart(
 
 @pytest.mark.parametrize("ask", [pytest.param(ask, id=name) for name, ask in ASKS.items()])
 @pytest.mark.parametrize("downstream", [True, False], ids=["with a talker", "text alone"])
+@pytest.mark.slow
 def test_text_and_rows_are_those_of_one_stage(drivers: dict[str, Driver], ask: Ask, downstream: bool) -> None:
     expected = alone(drivers["both"], ask, downstream=downstream)
     found = apart(drivers, ask, downstream=downstream)

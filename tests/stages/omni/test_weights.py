@@ -53,6 +53,7 @@ def update(engine: Any, directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.slow
 def test_an_engine_with_new_weights_computes_as_one_that_was_loaded_with_them(
     name: str, checkpoints: Checkpoints, open_stage: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:

@@ -118,6 +118,7 @@ def test_if_the_reference_crashes_the_text_is_right_and_there_is_no_sound(
 
 
 @pytest.mark.parametrize("ask", [ASKS[1], ASKS[4], ASKS[7], ASKS[8], ASKS[9]])
+@pytest.mark.slow
 def test_with_the_trained_prompt_answers_equal_the_references_for_a_padded_prompt(
     pipeline: Callable[..., Qwen25Chain], ask: Ask
 ) -> None:

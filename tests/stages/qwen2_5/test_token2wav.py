@@ -87,6 +87,7 @@ def sound(outputs: list[Any]) -> Wave:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_streamed_samples_equal_those_of_all_codes_at_once(
     reference: Reference,
     opened: Callable[..., Any],
