@@ -11,10 +11,11 @@ from omni_actors.protocol import messages
 from omni_actors.protocol.messages import Address
 from omni_actors.stress.report import Timing
 from omni_actors.stress.simulation.cluster import SimulatedCluster
+from omni_actors.stress.simulation.fault_points import PlannedEngineError, PlannedKill
 from omni_actors.stress.simulation.journal import LOAD, Journal
 from omni_actors.stress.simulation.scenarios import LOAD_S, STEP_S
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
-from omni_actors.stress.simulation.worker import PlannedEngineError, PlannedKill, SimulatedWorker, WorkerBehavior
+from omni_actors.stress.simulation.worker import SimulatedWorker, WorkerBehavior
 from omni_actors.supervisor.process import SpawnFailed
 from omni_actors.system.sleep import SLEEP_TIMEOUT_S
 

@@ -11,7 +11,6 @@ Rules
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import pkgutil
@@ -27,7 +26,8 @@ from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import MailboxFull, available
 from omni_actors.protocol.packets import Envelope, close_all
-from omni_actors.stages.base import StageCheckpoint, StageContext, StageEngine, StageFailure, StageOutput
+from omni_actors.stages.base import StageContext, StageEngine
+from omni_actors.stress.simulation.fault_points import PlannedKill, add_fault_points
 from omni_actors.supervisor.process import Worker
 from omni_actors.worker.control import AttachCheckpoint, AttachRing, Command, Control
 from omni_actors.worker.engine_loop import EngineLoop
@@ -45,14 +45,6 @@ class Reports(Protocol):
     def close(self) -> None:
         """Called when it dies."""
         ...
-
-
-class PlannedKill(BaseException):
-    """A simulated SIGKILL inside a turn."""
-
-
-class PlannedEngineError(RuntimeError):
-    """An exception that the engine raises on request."""
 
 
 class _Posted(NamedTuple):
@@ -302,7 +294,7 @@ class SimulatedWorker(Worker):
                 report=lambda note: None,
             )
             engine: StageEngine = pkgutil.resolve_name(configure.spec.factory)(context)
-            _add_fault_points(engine, self._fault_point)
+            add_fault_points(engine, self._fault_point)
             loop.calls.establish(engine, configure.desired)
             self.engine = engine
             self._control.add(messages.Ready(self.behavior.load_s))
@@ -409,23 +401,3 @@ class _SimulatedControl(Control):
     def _write(self, notices: Sequence[Envelope]) -> None:
         for message, fds in notices:
             self._worker.notify(message, fds)
-
-
-def _add_fault_points(engine: StageEngine, fault_point: Callable[[], None]) -> None:
-    """Make an engine call ``fault_point`` at each of its calls and outputs."""
-    step = engine.step
-
-    def with_fault_point(method: Callable[..., None], *arguments: object) -> None:
-        fault_point()
-        method(*arguments)
-
-    def step_with_fault_points() -> Iterator[StageOutput | StageFailure | StageCheckpoint]:
-        for output in step():
-            fault_point()
-            yield output
-        fault_point()
-
-    for name in ("start", "feed", "abort", "pause", "resume"):
-        if method := getattr(engine, name, None):
-            setattr(engine, name, functools.partial(with_fault_point, method))
-    setattr(engine, "step", step_with_fault_points)  # noqa: B010 - mypy forbids to assign to a method
