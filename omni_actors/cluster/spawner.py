@@ -310,7 +310,9 @@ class ClusterSpawner:
         scope = trio.CancelScope()
         self._strangers[scope] = None
         if len(self._strangers) > MOST_STRANGERS:
-            next(iter(self._strangers)).cancel()
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]  # so that another one that comes before it has ended ends another one
+            oldest.cancel()
         async with closed_at_once(stream):
             try:
                 with scope:
@@ -318,7 +320,7 @@ class ClusterSpawner:
             except HandshakeFailed:
                 return
             finally:
-                del self._strangers[scope]
+                self._strangers.pop(scope, None)
             if scope.cancelled_caught or acceptor.role != ROLE:
                 return
             agent = self._expected.pop(acceptor.subject, None)
