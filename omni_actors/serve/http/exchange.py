@@ -219,6 +219,8 @@ class Exchange:
                 self._start_response(message["status"], message.get("headers", ()))
                 return
             body = b"" if self._response_has_no_body else message.get("body", b"")
+            is_cut = more and self._response_has_no_body  # what follows would not be sent, and may never end
+            more = more and not is_cut
             pieces = self._take_head()
             if body:
                 pieces += self._h11.send_with_data_passthrough(h11.Data(data=body)) or []
@@ -231,6 +233,8 @@ class Exchange:
             await self._send(*pieces)
             if not more:
                 self.response = "complete"
+            if is_cut:
+                self._handler.cancel()
 
     def _start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         named = {name.lower(): value for name, value in headers}

@@ -151,6 +151,15 @@ def _is_streamed(server: Server) -> bool:
         return response.status_code == 200
 
 
+def test_asking_for_the_head_of_the_stream_takes_no_place(studio: Server) -> None:
+    for _ in range(MAX_VIEWERS + 1):
+        response = studio.http.head("/v1/state?stream=true", timeout=20)
+        assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        assert response.content == b""
+    with studio.http.stream("GET", "/v1/state?stream=true") as response:
+        assert response.status_code == 200
+
+
 @pytest.mark.parametrize("stream", ["true", "false"])
 def test_the_live_state_needs_the_key(slow: Server, stream: str) -> None:
     with httpx.Client(base_url=slow.url) as stranger:
