@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
@@ -213,7 +214,10 @@ def _starlette(operations: Mapping[str, admin.Operation], sessions: realtime.Rea
     """
     routes = [*more]
     routes += [Route(path, route.handler, methods=["POST"]) for path, route in (MODEL_ROUTES | CALL_ROUTES).items()]
-    routes += [Route(path, handler, methods=[method]) for method, path, handler in RESPONSE_ROUTES]
+    by_path = defaultdict[str, dict[str, _Handler]](dict)
+    for method, path, handler in RESPONSE_ROUTES:
+        by_path[path][method.upper()] = handler
+    routes += [Route(path, _by_method(handlers), methods=[*handlers]) for path, handlers in by_path.items()]
     for path, (handler, _) in STATUS_ROUTES.items():
         # A model's name may have a slash.
         routes.append(Route(path.replace("{model}", "{model:path}"), handler, methods=["GET"]))
@@ -231,6 +235,15 @@ def _starlette(operations: Mapping[str, admin.Operation], sessions: realtime.Rea
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _by_method(handlers: Mapping[str, _Handler]) -> _Handler:
+    """Return a handler of all methods of a path. One route has them all, so that a refusal names them all."""
+
+    async def handle(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return handle
 
 
 def summary_of(function: Callable[..., object]) -> str:

@@ -335,7 +335,7 @@ class Control:
         """
         try:
             size = len(msgspec.msgpack.encode(arguments))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest(f"arguments of {capability!r}: {error}", param="arguments") from error
         if size > LARGEST_ARGUMENTS:
             message = f"arguments of {capability!r}: at most {LARGEST_ARGUMENTS} bytes can be sent, found {size}"

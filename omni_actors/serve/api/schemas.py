@@ -249,7 +249,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Annotated[int, Meta(ge=0, lt=2**31)]]
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):

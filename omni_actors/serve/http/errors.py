@@ -88,5 +88,5 @@ def bad_request(message: str, param: str | None = None, code: str | None = "inva
 
 
 def internal_error() -> HTTPError:
-    """Return an error with status 500, which reveals nothing about its cause."""
-    return HTTPError(500, "internal error", code="internal_error")
+    """Return an error with status 500, which reveals nothing about its cause. It ends the connection."""
+    return HTTPError(500, "internal error", code="internal_error", headers={"connection": "close"})

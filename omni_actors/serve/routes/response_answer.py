@@ -56,12 +56,12 @@ class ResponseAnswer:
         return {**head, **self._ending, **self._echo, "output": self.output, "usage": self._usage()}
 
     def message(self) -> schemas.ChatMessage:
-        """Return the answer as a message of the conversation."""
+        """Return the answer as a message of the conversation, without a call that was cut: it cannot be answered."""
         text = "".join(part["text"] for item in self.output for part in item.get("content", ()))
         calls = [
             ToolCall(item["call_id"], FunctionCall(item["name"], item["arguments"]))
             for item in self.output
-            if item["type"] == "function_call"
+            if item["type"] == "function_call" and item["status"] == "completed"
         ]
         return schemas.ChatMessage(role="assistant", content=text, tool_calls=calls or None)
 

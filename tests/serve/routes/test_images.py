@@ -100,6 +100,12 @@ def test_the_size_and_the_format(client: openai.OpenAI, format: str) -> None:
     assert (picture.format, picture.size, answer.size) == (format.upper(), (64, 48), "64x48")
 
 
+def test_responses_refuses_a_pipeline_that_only_draws(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="makes pictures only") as caught:
+        client.responses.create(model="painter", input="a cat")
+    assert caught.value.param == "model"
+
+
 def test_a_higher_compression_value_is_a_better_picture(client: openai.OpenAI) -> None:
     sizes = [
         len(draw(client, output_format="jpeg", output_compression=quality).data[0].b64_json) for quality in (0, 50, 100)

@@ -28,6 +28,8 @@ WEATHER: Any = {
         },
     },
 }
+HUGE: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "integer", "maximum": 2**64}}}
+"""A tool whose schema has a number that no message can carry."""
 FORMAT: Any = {
     "type": "json_schema",
     "json_schema": {"name": "weather", "schema": WEATHER["function"]["parameters"]},
@@ -215,6 +217,8 @@ def test_tokens_and_back(writer: Server) -> None:
         ("/tokenize", {"prompt": "a" * 100_000}, 400, "arguments"),
         ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [2**64]}, 400, "tokens[0]"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": [HUGE]}, 400, "arguments"),
         ("/v1/embeddings", {"model": "writer", "input": []}, 400, "input"),
         ("/v1/embeddings", {"model": "writer", "input": ["a", 1]}, 400, "input"),
         ("/v1/embeddings", {"model": "writer", "input": [[]]}, 400, "input"),

@@ -149,6 +149,22 @@ def test_a_call_of_a_tool_and_its_result(author: openai.OpenAI, writer: Server) 
     assert by_id.output_text == by_items.output_text
 
 
+def test_a_conversation_goes_on_after_a_call_that_was_cut(author: openai.OpenAI) -> None:
+    asked: Any = {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 4}
+    answer = write(author, **asked)
+    [call] = answer.output
+    assert (answer.status, call.status) == ("incomplete", "incomplete")
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.arguments)
+    assert write(author, previous_response_id=answer.id, input="go on").status == "incomplete"
+
+
+def test_the_methods_of_a_response_are_named(studio: Server) -> None:
+    answer = studio.http.patch("/v1/responses/resp_1")
+    assert answer.status_code == 405
+    assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
+
+
 def test_a_structured_answer_is_parsed(author: openai.OpenAI) -> None:
     answer = author.responses.parse(model="writer", input="hello", text_format=Weather, max_output_tokens=100)
     assert isinstance(answer.output_parsed, Weather)
