@@ -40,6 +40,8 @@ _NAMES = {
     "tool_choice.function.name": "tool_choice.name",
 }
 """The names of fields in this API, by those of the chat API."""
+_HISTORY = "previous_response_id"
+"""The field that earlier messages are from."""
 _CALL = re.compile(r"input\[(?P<at>\d+)\]\.tool_calls(?:\[(?P<number>\d+)\]\.function\.arguments)?")
 """The calls of a message, or the arguments of one of them. Here, each call is an item of its own."""
 
@@ -54,7 +56,7 @@ async def create(request: Request) -> Response:
     conversation = (*history, *(message for _, message in placed))
     instructions = [("instructions", ChatMessage(role="system", content=body.instructions))]
     messages = [*instructions[: body.instructions is not None]]
-    messages += [("previous_response_id", message) for message in history] + placed
+    messages += [(_HISTORY, message) for message in history] + placed
     asked = chat_request(body, [message for _, message in messages])
     params |= {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
     with _naming_items(body):
@@ -94,6 +96,8 @@ def _naming_items(body: ResponsesRequest) -> Iterator[None]:
 
 def _own_name(param: str, body: ResponsesRequest) -> str:
     """Return the client's name of a field of the chat API, in which the messages have the names of their items."""
+    if param.startswith(f"{_HISTORY}."):
+        return _HISTORY
     if found := _CALL.fullmatch(param):
         at, number = int(found["at"]), found["number"]
         item = at + int(number or 0) + isinstance(body.input[at], Message)
