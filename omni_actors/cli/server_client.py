@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
+import click
 import httpx2
 import msgspec
 import trio
@@ -130,15 +131,15 @@ async def open_server(
         read_timeout_s: The longest silence while an answer is read; None: no limit.
         max_connections: The limit of connections; None: no limit.
 
-    Raises ServerError: ``url`` is not the URL of a server.
+    Raises click.BadParameter: ``url`` is not the URL of a server.
     """
     base = url.rstrip("/").removesuffix("/v1")
     try:
         parsed = httpx2.URL(base)
     except httpx2.InvalidURL as error:
-        raise ServerError("invalid URL", f"{url!r} is not a URL: {error}") from error
+        raise click.BadParameter(f"{url!r} is not a URL: {error}", param_hint="--url") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ServerError("invalid URL", f"{url!r} is not a URL such as http://localhost:8091")
+        raise click.BadParameter(f"{url!r} is not a URL such as http://localhost:8091", param_hint="--url")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
     timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=read_timeout_s, write=read_timeout_s, pool=None)

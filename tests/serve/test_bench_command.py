@@ -157,6 +157,12 @@ def test_a_plot_needs_matplotlib_and_says_so_before_the_run(tmp_path: Path, monk
     ("arguments", "message"),
     [
         (["--rate", "1", "--concurrency", "2"], "not both"),
+        (["--rate", "nan"], "'nan' is not a number"),
+        (["--rate", "inf"], "not in the range"),
+        (["--timeout", "nan"], "'nan' is not a number"),
+        (["--url", "localhost:8091"], "is not a URL such as http://localhost:8091"),
+        (["--url", "http://localhost:port"], "is not a URL: "),
+        (["--endpoint", "transcriptions"], "transcriptions need a --dataset"),
         (["--goal", "speed=1"], "FIGURE=MOST"),
         (["--goal", "ttft=fast"], "FIGURE=MOST"),
         (["--words", "9-3"], "--words"),
@@ -170,10 +176,14 @@ def test_wrong_arguments_are_named(arguments: list[str], message: str) -> None:
     assert message in result.stderr
 
 
+def test_a_dataset_for_transcriptions_has_a_recording_in_each_line(tmp_path: Path) -> None:
+    (dataset := tmp_path / "dataset.jsonl").write_text('{"audio": "a.wav"}\n{"prompt": "hello"}\n')
+    result = invoke("--endpoint", "transcriptions", "--dataset", str(dataset))
+    assert result.exit_code == 2
+    assert "each with the field audio" in result.stderr
+
+
 def test_a_server_that_is_not_there_is_one_sentence() -> None:
-    result = invoke("--url", "localhost:8091")
-    assert "is not a URL such as http://localhost:8091" in result.stderr
-    assert result.exit_code == 1
     with socket.socket() as held:  # bound, so that no other program gets the port, and not listening
         held.bind(("127.0.0.1", 0))
         gone = invoke("--url", f"http://127.0.0.1:{held.getsockname()[1]}")

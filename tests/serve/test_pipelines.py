@@ -29,6 +29,11 @@ name: mind
 stages:
   think: {engine: echo, accepts: [messages], emits: text}
 """
+EYE = """\
+name: eye
+stages:
+  see: {engine: "tests.support.served_engines:Eye", accepts: [image, messages], emits: text}
+"""
 BROKEN = """\
 name: broken
 stages: {one: {engine: "tests.support.served_engines:broken", accepts: [script], emits: text}}
@@ -67,6 +72,20 @@ def test_a_request_goes_to_the_pipeline_that_it_names(both: Server) -> None:
 def test_the_first_line_names_the_pipelines_and_the_page(both: Server) -> None:
     first = both.stdout.splitlines()[0]
     assert first == f"listening on {both.url}; loading mind, twin; the page is at {both.url}/"
+
+
+def test_a_conversation_that_another_pipeline_cannot_continue(start: Start, tmp_path: Path) -> None:
+    """It lacks what the response's conversation has, and no field of the request has that."""
+    (config := tmp_path / "mind.yaml").write_text(MIND)
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    with start(str(config), config=EYE) as server:
+        server.wait(lambda: server.status() == "ready", "both pipelines to load")
+        body = {"model": "eye", "input": [{"role": "user", "content": [picture]}]}
+        seen = server.http.post("/v1/responses", json=body).json()
+        body = {"model": "mind", "input": "and now?", "previous_response_id": seen["id"]}
+        error = server.http.post("/v1/responses", json=body).json()["error"]
+    assert error["param"] == "previous_response_id"
+    assert error["message"] == "previous_response_id: 'mind' does not accept image; accepted: 'messages'"
 
 
 def test_a_full_pipeline_refuses_its_own_requests_only(both: Server) -> None:

@@ -98,6 +98,13 @@ def chat(server: Scripted, messages: str, *arguments: str) -> Result:
     return CliRunner().invoke(main, ["chat", "--url", server.url, *arguments], input=messages)
 
 
+@pytest.mark.parametrize("command", [["chat"], ["top", "--once"], ["bench"]])
+def test_a_url_that_is_none_is_a_wrong_argument(command: list[str]) -> None:
+    result = CliRunner().invoke(main, [*command, "--url", "nonsense"])
+    assert result.exit_code == 2
+    assert "Invalid value for --url: 'nonsense' is not a URL such as" in result.stderr
+
+
 @pytest.mark.usefixtures("player")
 def test_a_refusal_is_one_line_while_a_player_runs(scripted: Scripted) -> None:
     scripted.answers = [REFUSAL, answered({"content": "hi"})]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -27,6 +28,20 @@ from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
+class _Number(click.FloatRange):
+    """A range of numbers. Click's own accepts "nan" in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+
+RATE = _Number(min=0, min_open=True, max=math.inf, max_open=True)
+_NO_SOUND = "transcriptions need a --dataset of JSON lines, each with the field audio"
+
+
 @click.command()
 @URL_OPTION
 @KEY_OPTION
@@ -36,7 +51,7 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 )
 @click.option("--speak", "spoken", is_flag=True, help="Ask for spoken answers (chat).")
 @click.option("--voice", default="alloy", show_default=True, help="The voice of speech.")
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second, as they arrive.")
+@click.option("--rate", type=RATE, help="Requests per second, as they arrive.")
 @click.option(
     "--arrivals", type=click.Choice(get_args(Arrivals)), default="poisson", show_default=True, help="With --rate: how."
 )
@@ -44,9 +59,9 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     "--concurrency", type=click.IntRange(min=1), help="Requests in progress at a time, instead of --rate. [1]"
 )
 @click.option("--requests", type=click.IntRange(min=1), default=32, show_default=True, help="Requests to measure.")
-@click.option("--duration", "duration_s", type=click.FloatRange(min=0), help="Send none after so many seconds.")
+@click.option("--duration", "duration_s", type=_Number(min=0), help="Send none after so many seconds.")
 @click.option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Requests sent before.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), default=600, show_default=True, help="Of each.")
+@click.option("--timeout", "timeout_s", type=_Number(min=0), default=600, show_default=True, help="Of each.")
 @click.option("--words", default="16", show_default=True, metavar="N[-M]", help="Words of each made prompt.")
 @click.option(
     "--dataset",
@@ -89,7 +104,7 @@ def bench(
     load = Load(**{**options, "concurrency": options["concurrency"] or 1})
     bounds = dict(map(_goal, goals))
     fields = _extra(extra)
-    prompts = _prompts(words, dataset, load.seed)
+    prompts = _prompts(words, dataset, load)
     files = _Files(json_file, markdown_file, plot_file)
     found: list[Summary] = []
 
@@ -138,12 +153,17 @@ class _Files:
             report.plot(done, summary, self._plot)
 
 
-def _prompts(words: str, dataset: Path | None, seed: int) -> Iterator[Prompt]:
+def _prompts(words: str, dataset: Path | None, load: Load) -> Iterator[Prompt]:
     if dataset is not None:
         try:
-            return repeated(read_dataset(dataset), seed)
+            found = read_dataset(dataset)
         except (DatasetError, OSError, UnicodeDecodeError) as error:
             raise click.BadParameter(str(error), param_hint="--dataset") from error
+        if load.endpoint == "transcriptions" and any(prompt.audio is None for prompt in found):
+            raise click.BadParameter(f"{dataset}: {_NO_SOUND}", param_hint="--dataset")
+        return repeated(found, load.seed)
+    if load.endpoint == "transcriptions":
+        raise click.UsageError(_NO_SOUND)
     shortest, _, longest = words.partition("-")
     if not shortest.isdecimal() or not (longest or shortest).isdecimal():
         raise click.BadParameter(f"{words!r} is not a number or a range such as 16-64", param_hint="--words")
@@ -152,7 +172,7 @@ def _prompts(words: str, dataset: Path | None, seed: int) -> Iterator[Prompt]:
         raise click.BadParameter(
             f"{words!r}: the first number must be at least 1, and at most the second", param_hint="--words"
         )
-    return made_prompts(low, high, seed)
+    return made_prompts(low, high, load.seed)
 
 
 def _goal(goal: str) -> tuple[str, float]:

@@ -18,7 +18,7 @@ import msgspec
 from omni_actors.cli.answer_events import answer_part
 from omni_actors.cli.bench.workload import Prompt
 from omni_actors.cli.measurement import Measurement
-from omni_actors.cli.server_client import MAX_EVENT_BYTES, ServerError, decoding, events, read_body
+from omni_actors.cli.server_client import MAX_EVENT_BYTES, decoding, events, read_body
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,9 +130,8 @@ def speech(ask: Ask, prompt: Prompt) -> Request:
 
 
 def transcriptions(ask: Ask, prompt: Prompt) -> Request:
-    """Return a request for the transcript of the prompt's sound file. Raises ServerError: it has none."""
-    if prompt.audio is None:
-        raise ServerError("no sound", "transcriptions need a dataset of JSON lines with the field audio")
+    """Return a request for the transcript of the prompt's sound file, which it must have."""
+    assert prompt.audio is not None
     path = Path(prompt.audio)
     form = {"model": ask.model, "stream": "true", **ask.extra}
     content = {"data": form, "files": {"file": (path.name, _file(path))}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +86,8 @@ def from_validation(error: msgspec.ValidationError, accepted_at: Callable[[str],
     if message.startswith("Object missing required field"):
         param = f"{param}.{message.split('`')[1]}".lstrip(".")
         return bad_request(f"missing required parameter '{param}'", param, "missing_required_parameter")
-    if accepted := accepted_at(param):
+    accepted = accepted_at(param)
+    param = re.sub(r"\[\]\[\d+\]$", "[]", param)  # the values of a form's list are fields of one name
+    if accepted:
         message = f"{message.replace('enum value', 'value')}; accepted: {', '.join(map(repr, accepted))}"
     return bad_request(f"{param}: {message}" if param else message, param or None)

@@ -1,7 +1,7 @@
 """Log probabilities in the two formats of OpenAI's API, from those of an engine's outputs.
 
 An output's data has ``logprobs``: for each token a list of ``{"token_id", "logprob", "rank", "token"}``, the chosen
-token first.
+token first. A token that is a part of a character has U+FFFD as its text, and its bytes are not known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def chat_logprobs(positions: Positions, count: int) -> dict[str, Any]:
 
 def _entry(found: Mapping[str, Any]) -> dict[str, Any]:
     token = found["token"] or ""
-    return {"token": token, "logprob": found["logprob"], "bytes": list(token.encode("utf-8", "replace"))}
+    data = None if "\ufffd" in token else list(token.encode("utf-8", "replace"))
+    return {"token": token, "logprob": found["logprob"], "bytes": data}
 
 
 def _most_likely(position: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
@@ -37,6 +38,15 @@ def completion_logprobs(positions: Positions, offset: int) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "token_logprobs": [position[0]["logprob"] for position in positions],
-        "top_logprobs": [{each["token"] or "": each["logprob"] for each in position} for position in positions],
+        "top_logprobs": list(map(_by_text, positions)),
         "text_offset": offsets,
     }
+
+
+def _by_text(position: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the log probability of each text: the highest one of tokens with the same text."""
+    found: dict[str, float] = {}
+    for each in position:
+        text = each["token"] or ""
+        found[text] = max(each["logprob"], found.get(text, each["logprob"]))
+    return found

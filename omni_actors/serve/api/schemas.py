@@ -349,7 +349,7 @@ def takes_parameter(pipeline: Pipeline, name: str) -> bool:
 def _accepted(schema: type[msgspec.Struct], place: str) -> list[Any]:
     """Return the values that a field of ``schema`` can have, if they are listed. place: "messages[0].role"."""
     nodes = [msgspec.inspect.type_info(schema)]
-    for key in re.findall(r"[^.\[\]]+", place):
+    for key in re.findall(r"[^.\[\]]+(?:\[\])?", place):
         nodes = [below for node in _alternatives(nodes) for below in _below(node, key)]
     return [value for node in _alternatives(nodes) if isinstance(node, LiteralType) for value in node.values]
 

@@ -147,7 +147,7 @@ def parameters_of(
         ("use_audio_in_video", "mm_processor_kwargs.use_audio_in_video", body.mm_processor_kwargs.use_audio_in_video),
         *((name, name, value) for name, value in others.items()),
     ]
-    params, names = {}, dict.fromkeys(("audio", "image", "video", "input"), "messages")
+    params, names = {}, dict.fromkeys(("audio", "image", "video", "input", "messages"), "messages")
     for name, client_name, value in given:
         if value is not None:
             params[name], names[name] = value, client_name

@@ -211,10 +211,10 @@ async def events(completion: ChatCompletion, generations: Generations) -> respon
 def _deltas(completion: ChatCompletion, index: int, addition: Addition) -> list[bytes]:
     """Return the events of what was added to a choice."""
     found = []
-    if addition.text and completion.has_audio:
-        found.append(_audio_event(completion, index, transcript=addition.text))
-    elif addition.text or addition.logprobs:
-        delta = {"content": addition.text}
+    if addition.text or addition.logprobs:
+        delta: dict[str, Any] = {"content": addition.text}
+        if completion.has_audio:
+            delta = _audio_delta(completion, transcript=addition.text)
         found.append(responses.event(completion.chunk(index, delta=delta, logprobs=addition.logprobs)))
     if addition.calls:
         found.append(responses.event(completion.chunk(index, delta={"tool_calls": addition.calls})))
@@ -230,4 +230,8 @@ def _picture_part(png: str) -> dict[str, Any]:
 
 
 def _audio_event(completion: ChatCompletion, index: int, **fields: Any) -> bytes:
-    return responses.event(completion.chunk(index, delta={"audio": {"id": completion.audio_id, **fields}}))
+    return responses.event(completion.chunk(index, delta=_audio_delta(completion, **fields)))
+
+
+def _audio_delta(completion: ChatCompletion, **fields: Any) -> dict[str, Any]:
+    return {"audio": {"id": completion.audio_id, **fields}}

@@ -51,7 +51,7 @@ async def completions(request: Request) -> Response:
     if not body.add_special_tokens:
         params.setdefault("tokenization_kwargs", {"add_special_tokens": False})
     raw = dict.fromkeys(("input", "messages", "prompt_token_ids"), "prompt")
-    names = {**raw, **{name: client_name for name, client_name, _ in given}}
+    names = {**raw, "modalities": "model", **{name: client_name for name, client_name, _ in given}}
     prompts, session = raw_prompts(body.prompt, "prompt"), session_of(request)
     request.scope[SCOPE_KEY].release()
     completion = _TextCompletion(body, len(prompts))

@@ -92,7 +92,11 @@ class _Drawing:
     def __init__(self, body: ImageRequest, prefix: str, file_param: str) -> None:
         self.body, self._prefix = body, prefix
         self.created = int(time.time())
-        self.names = {**dict.fromkeys(("messages", "input"), "prompt"), "previews": "partial_images"}
+        self.names = {
+            **dict.fromkeys(("messages", "input"), "prompt"),
+            "previews": "partial_images",
+            "modalities": "model",
+        }
         """The client's name of each parameter, by the engines' name."""
         self.names |= dict.fromkeys(("multi_modal_data", "image"), file_param)
         self._partial_images = Counter[int]()

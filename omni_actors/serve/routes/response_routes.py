@@ -24,7 +24,7 @@ from omni_actors.serve.api import responses
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.response_schemas import ResponsesRequest, with_types
+from omni_actors.serve.api.response_schemas import Message, ResponsesRequest, with_types
 from omni_actors.serve.api.schemas import ChatMessage
 from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
 from omni_actors.serve.response_store import ResponseStore, RunningResponse, size_of
@@ -34,13 +34,17 @@ from omni_actors.serve.routes.common import open_body
 from omni_actors.serve.routes.response_answer import ResponseAnswer
 from omni_actors.serve.routes.response_input import chat_request, messages_of
 
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "tool_choice.function.name": "tool_choice.name",
+}
 """The names of fields in this API, by those of the chat API."""
-_PART = re.compile(
-    r"(?:(?P<image>\.image_url\.url)|(?P<arguments>\.tool_calls\[\d+\]\.function\.arguments)|(?P<calls>\.tool_calls))$"
-)
-_PARTS = {"image": ".image_url", "arguments": ".arguments", "calls": ".type"}
-"""The ends of names that differ, and what they are in this API."""
+_HISTORY = "previous_response_id"
+"""The field that earlier messages are from."""
+_CALL = re.compile(r"input\[(?P<at>\d+)\]\.tool_calls(?:\[(?P<number>\d+)\]\.function\.arguments)?")
+"""The calls of a message, or the arguments of one of them. Here, each call is an item of its own."""
 
 
 async def create(request: Request) -> Response:
@@ -54,10 +58,10 @@ async def create(request: Request) -> Response:
     conversation = (*history, *(message for _, message in placed))
     instructions = [("instructions", ChatMessage(role="system", content=body.instructions))]
     messages = [*instructions[: body.instructions is not None]]
-    messages += [("previous_response_id", message) for message in history] + placed
+    messages += [(_HISTORY, message) for message in history] + placed
     asked = chat_request(body, [message for _, message in messages])
     params |= {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
-    with _naming_items():
+    with _naming_items(body):
         completion, generations = await chat.begin(
             request, system, asked, params, [param for param, _ in messages], "resp_", _NAMES
         )
@@ -82,16 +86,27 @@ async def create(request: Request) -> Response:
 
 
 @contextmanager
-def _naming_items() -> Iterator[None]:
-    """Let an error about a part of a message leave the block as one about the item's own field."""
+def _naming_items(body: ResponsesRequest) -> Iterator[None]:
+    """Let an error about a field of the chat API leave the block as one about the client's own field."""
     try:
         yield
     except HTTPError as error:
-        found = _PART.search(error.param or "")
-        if error.param is None or found is None:
+        if error.param is None or (param := _own_name(error.param, body)) == error.param:
             raise
-        param = error.param[: found.start()] + _PARTS[found.lastgroup or ""]
-        raise bad_request(error.message.replace(error.param, param), param, error.code) from error
+        raise bad_request(error.message.replace(error.param, param, 1), param, error.code) from error
+
+
+def _own_name(param: str, body: ResponsesRequest) -> str:
+    """Return the client's name of a field of the chat API, in which the messages have the names of their items."""
+    if param.startswith(f"{_HISTORY}."):
+        return _HISTORY
+    if found := _CALL.fullmatch(param):
+        at, number = int(found["at"]), found["number"]
+        item = at + int(number or 0) + isinstance(body.input[at], Message)
+        return f"input[{item}].{'type' if number is None else 'arguments'}"
+    if param.endswith(".image_url.url"):
+        return param.removesuffix(".url")
+    return _NAMES.get(param, param)
 
 
 def _require_possible(body: ResponsesRequest) -> None:

@@ -42,7 +42,7 @@ async def speech(request: Request) -> Response:
     if not body.input.strip():
         raise bad_request("input: there is no text to speak", "input", "empty")
     request.scope[SCOPE_KEY].release()
-    names = {"script": "input", "text": "input"}
+    names = {"script": "input", "text": "input", "modalities": "model"}
     if "speaker" not in params and (speaker := speaker_of(body.voice, system.pipeline)) is not None:
         params["speaker"], names["speaker"] = speaker, "voice"
     stretch: TimeStretch | None = None

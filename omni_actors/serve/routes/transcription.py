@@ -22,10 +22,10 @@ from omni_actors.serve.api.form_body import FileField, read_form
 from omni_actors.serve.api.transcripts import Transcript
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import decode
-from omni_actors.serve.routes.common import open_body
+from omni_actors.serve.routes.common import open_body, require_accepted
 
 FILE = FileField(("file",), "an audio file")
-_NAMES = {"audio": "file", "initial_prompt": "prompt"}
+_NAMES = {"audio": "file", "initial_prompt": "prompt", "modalities": "model"}
 """The client's name of each parameter, by the engines' name."""
 
 
@@ -56,6 +56,7 @@ async def _start(
     timestamps = _timestamps(body)
     if not files:
         raise FILE.missing()
+    require_accepted([("audio", "file")], system.pipeline)
     [clip] = await decode([(files[0], "file")])
     request.scope[SCOPE_KEY].release()
     given = {

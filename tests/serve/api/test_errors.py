@@ -198,6 +198,7 @@ def test_a_body_that_is_not_a_json_object(studio: Any, path: str, body: bytes) -
         ({"model": "studio", "response_format": "ttml"}, b"RIFF", 400, "response_format"),
         ({"model": "studio", "response_format": "srt", "stream": "true"}, b"RIFF", 400, "response_format"),
         ({"model": "studio", "timestamp_granularities[]": "word"}, b"RIFF", 400, "timestamp_granularities[]"),
+        ({"model": "studio", "timestamp_granularities[]": "foo"}, b"RIFF", 400, "timestamp_granularities[]"),
         ({"model": "studio", "prompt": "Dear" * 2000}, b"RIFF", 400, "prompt"),
         ({"model": "studio", "temperature": "0.5"}, b"RIFF", 400, "temperature"),
         ({"model": "studio", "stream": "perhaps"}, b"RIFF", 400, "stream"),
@@ -208,6 +209,17 @@ def test_a_form_that_cannot_be_served(
 ) -> None:
     files = {"file": ("a.wav", file)} if file is not None else {"model": (None, fields["model"])}
     assert refusal(studio.http.post(TRANSCRIPTIONS, data=fields, files=files), status)["param"] == param
+
+
+def test_the_values_of_a_list_of_a_form_are_named(studio: Any) -> None:
+    fields = {"model": "studio", "response_format": "verbose_json", "timestamp_granularities[]": "foo"}
+    error = refusal(studio.http.post(TRANSCRIPTIONS, data=fields, files={"file": ("a.wav", b"RIFF")}), 400)
+    assert error["message"] == "timestamp_granularities[]: Invalid value 'foo'; accepted: 'segment', 'word'"
+
+
+def test_a_picture_of_a_pipeline_that_makes_none_is_a_matter_of_the_model(studio: Any) -> None:
+    answer = studio.http.post("/v1/images/generations", json={"model": "studio", "prompt": "a cat"})
+    assert refusal(answer, 400)["param"] == "model"
 
 
 def test_an_empty_recording(studio: Any, recording: Callable[..., bytes]) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
-from typing import Any
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import openai
 import pytest
 import soundfile
 
+from omni_actors.outputs import Output
+from omni_actors.serve.api.generations import Generations
+from omni_actors.serve.api.schemas import ChatMessage, ChatRequest
+from omni_actors.serve.routes.chat_answer import ChatCompletion, events
 from tests.support.http_server import Start
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -63,6 +68,25 @@ def test_a_streamed_spoken_answer(client: openai.OpenAI, format: str, rate: int)
     sound = b"".join(base64.b64decode(delta.data) for delta in deltas if delta.data)
     assert _seconds(sound, format, rate) == pytest.approx(0.3, abs=0.001)
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_a_streamed_spoken_answer_has_its_log_probabilities() -> None:
+    """Also those of a token without text."""
+
+    class Written:
+        async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+            for token in ("hel", "", "lo"):
+                chosen = {"token_id": 1, "logprob": -0.5, "rank": 1, "token": token}
+                yield 0, Output("a", "mind", "text", token or None, token == "lo", {"logprobs": [[chosen]]}, {})
+
+    body = ChatRequest(model="m", messages=[ChatMessage(role="user", content="hi")], stream=True, logprobs=True)
+    completion = ChatCompletion(body, {}, ("text", "audio"), "chatcmpl-")
+    sent = [json.loads(event[6:]) async for event in events(completion, cast(Generations, Written())) if b"{" in event]
+    choices = [chunk["choices"][0] for chunk in sent]
+    assert "".join(choice["delta"].get("audio", {}).get("transcript", "") for choice in choices) == "hello"
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert [entry["token"] for entry in entries] == ["hel", "", "lo"]
+    assert not any(choice["delta"].get("content") for choice in choices)
 
 
 def test_the_words_of_a_spoken_answer_are_those_of_its_text_alone(start: Start) -> None:

@@ -67,6 +67,18 @@ def draw(client: openai.OpenAI, **asked: Any) -> Any:
     return client.images.generate(**{"model": "painter", "prompt": "a cat", "extra_body": extra, **asked})
 
 
+def test_routes_of_text_and_sound_refuse_the_model_or_the_file(server: Server) -> None:
+    def refused(path: str, **body: Any) -> tuple[str, str]:
+        error = server.http.post(path, **body).json()["error"]
+        return error["param"], error["message"]
+
+    assert refused("/v1/completions", json={"model": "painter", "prompt": "hello"})[0] == "model"
+    files = {"file": ("a.wav", b"not even a recording")}
+    param, message = refused("/v1/audio/transcriptions", data={"model": "painter"}, files=files)
+    assert param == "file"
+    assert message == "file: 'painter' does not accept audio; accepted: 'image', 'messages'"
+
+
 def test_a_picture(client: openai.OpenAI) -> None:
     answer = draw(client)
     [picture] = answer.data

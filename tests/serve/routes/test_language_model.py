@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from omni_actors.serve.api.logprobs import chat_logprobs, completion_logprobs
 from tests.support.http_server import Server, Start
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -56,7 +57,7 @@ def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:
             (t.logprob for t in entry.top_logprobs), reverse=True
         )
         assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
-        assert bytes(entry.bytes).decode() == entry.token
+        assert entry.bytes is None if "\ufffd" in entry.token else bytes(entry.bytes).decode() == entry.token
     streamed = [chunk.choices[0].logprobs for chunk in ask(client, stream=True, **asked)]
     entries = [entry for logprobs in streamed if logprobs for entry in logprobs.content]
     assert [entry.token for entry in entries] == [entry.token for entry in choice.logprobs.content]
@@ -67,6 +68,15 @@ def test_log_probabilities_of_a_completion(client: openai.OpenAI) -> None:
     assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == 5
     assert choice.logprobs.text_offset == [sum(map(len, choice.logprobs.tokens[:at])) for at in range(5)]
     assert all(len(top) in (1, 2) for top in choice.logprobs.top_logprobs)
+
+
+def test_the_bytes_of_a_part_of_a_character_are_not_known() -> None:
+    texts = ["\ufffd", "a", "\ufffd", "é"]
+    position = [{"token_id": at, "logprob": -1.0 - at, "rank": at + 1, "token": text} for at, text in enumerate(texts)]
+    [entry] = chat_logprobs([position], 4)["content"]
+    assert [each["bytes"] for each in (entry, *entry["top_logprobs"])] == [None, None, [97], None, [0xC3, 0xA9]]
+    for order in (position, [position[2], *position]):
+        assert completion_logprobs([order], 0)["top_logprobs"] == [{"\ufffd": -1.0, "a": -2.0, "é": -4.0}]
 
 
 def test_a_completion_continues_the_raw_text_or_its_token_ids(client: openai.OpenAI) -> None:

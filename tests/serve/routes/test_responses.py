@@ -295,6 +295,15 @@ def test_a_failure_after_the_first_output_ends_the_stream_with_an_event(start: S
             "input[0].content[0].image_url",
         ),
         ({"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"}]}, "input[0].type"),
+        (
+            {
+                "input": [
+                    {"role": "assistant", "content": "well"},
+                    {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
+                ]
+            },
+            "input[1].type",
+        ),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].role"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
@@ -303,6 +312,11 @@ def test_a_failure_after_the_first_output_ends_the_stream_with_an_event(start: S
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [WEATHER]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "time"}}, "tool_choice.name"),
+        (
+            {"tools": [WEATHER], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
+            "text.format",
+        ),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"metadata": {"a": 1}}, "metadata[...]"),
@@ -317,11 +331,31 @@ def test_what_is_refused(studio: Server, changes: dict[str, Any], param: str) ->
     assert answer.json()["error"]["param"] == param
 
 
-def test_arguments_of_a_call_that_are_not_json_are_refused_by_their_place(author: openai.OpenAI) -> None:
+@pytest.mark.parametrize(
+    "before",
+    [
+        [],
+        [{"role": "assistant", "content": "well"}],
+        [{"type": "function_call", "call_id": "y", "name": "weather", "arguments": "{}"}],
+        [
+            {"role": "assistant", "content": "well"},
+            {"type": "function_call", "call_id": "y", "name": "weather", "arguments": "{}"},
+        ],
+    ],
+)
+def test_arguments_of_a_call_that_are_not_json_are_refused_by_their_place(author: openai.OpenAI, before: Any) -> None:
     call = {"type": "function_call", "call_id": "x", "name": "weather", "arguments": "{"}
     with pytest.raises(openai.BadRequestError) as caught:
-        write(author, input=[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}, call])
-    assert caught.value.param == "input[1].arguments", "the call belongs to the message before it"
+        write(author, input=[{"role": "user", "content": "hello"}, *before, call])
+    assert caught.value.param == f"input[{1 + len(before)}].arguments"
+    assert caught.value.body["message"].startswith(f"{caught.value.param}: ")  # type: ignore[index]
+
+
+@pytest.mark.parametrize("input", ["", "hello " * 2000])
+def test_a_prompt_that_the_model_refuses_is_the_input(author: openai.OpenAI, input: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        write(author, input=input)
+    assert caught.value.param == "input"
 
 
 def test_a_store_keeps_the_newest_responses_within_its_bounds() -> None:
