@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import Aborted, InvalidRequest, StageAsleep, SystemClosed, Unsupported
+from omni_actors.errors import Aborted, InvalidRequest, StageAsleep, SystemClosed, Unsupported, WorkerLost
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.supervisor.replica import Replica
@@ -89,6 +89,20 @@ async def test_level_1_lasts_through_the_death_of_the_worker() -> None:
         assert status["rss_bytes"] < memory["before"]["rss_bytes"] - SLEEPING_BYTES // 2
         assert (await omni.wake_up())["second"][0].result() is True
         assert await answered(omni) == {"text", "audio"}
+
+
+async def test_a_stage_wakes_whose_worker_is_being_restarted() -> None:
+    delays = {"stages.second.restart.backoff_s": 1.0, "stages.second.restart.backoff_max_s": 1.0}
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(PIPELINE, overrides=delays) as omni:
+            await omni.sleep(1, stages=["second"])
+            os.kill(omni.health().stages["second"][0].pid or 0, signal.SIGKILL)
+            while omni.health().stages["second"][0].state != "restarting":
+                await omni.wait_changed()
+            [reply] = (await omni.wake_up())["second"]
+            assert isinstance(reply.error, WorkerLost)
+            assert not await omni.is_sleeping()
+            assert await answered(omni) == {"text", "audio"}
 
 
 async def test_a_stage_that_falls_deeper_asleep_wakes_as_one_that_has_ended() -> None:

@@ -54,7 +54,7 @@ class Placements:
         All workers without a place get theirs at the same time, those for which there is one.
         """
         if address not in self._places:
-            found = place_each(self._pipeline, [address, *self._unplaced], self.nodes, self._places)
+            found = place_each(self._pipeline, {address: None, **self._unplaced}, self.nodes, self._places)
             self._take({each: at for each, at in found.items() if not isinstance(at, NoPlace)})
             if isinstance(why := found[address], NoPlace):
                 raise why

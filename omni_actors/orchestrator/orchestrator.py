@@ -277,9 +277,10 @@ class Orchestrator:
     @trio.lowlevel.enable_ki_protection
     def abort_all(self, reason: str | None = None, stages: Collection[str] | None = None) -> None:
         """End every request that has not ended, and that uses one of ``stages`` (None: any), with ``Aborted``."""
-        for request in self._dispatcher.using(stages):
-            if not request.lifecycle.ended:  # the end of an equal request before it may have ended it
-                self._end(request, Event.ABORT, errors.Aborted(reason))
+        with self._suspects.ending_many():
+            for request in self._dispatcher.using(stages):
+                if not request.lifecycle.ended:  # the end of an equal request before it may have ended it
+                    self._end(request, Event.ABORT, errors.Aborted(reason))
 
     def _expire(self, request: Request) -> None:
         """End a request whose deadline has come, or whose connection reads less than the minimum rate."""

@@ -62,6 +62,12 @@ class Pools:
         if self.serves(stage):
             self._failed_stages.pop(stage, None)
 
+    @trio.lowlevel.enable_ki_protection
+    def take_back(self, replica: Replica) -> None:
+        """Handle that a ready replica is not removed after all: it takes requests and trials again."""
+        self.replica_ready(replica.address.stage)
+        self._suspects.worker_ready(replica.address)
+
     def recover(self, stage: str) -> None:
         """Let requests wait for a stage again, unless all its replicas are given up still."""
         if not self._placement.has_failed(stage):
@@ -116,6 +122,10 @@ class Pools:
     async def wait_unplaced(self) -> None:
         """Wait until a request begins to wait for a replica."""
         await self._dispatcher.unplaced.park()
+
+    def look_again(self) -> None:
+        """End ``wait_unplaced``."""
+        self._dispatcher.unplaced.unpark_all()
 
     def load(self, address: Address) -> int:
         """Return the number of requests placed on a replica."""

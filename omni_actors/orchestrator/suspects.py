@@ -11,6 +11,8 @@ Rules
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import trio
 
@@ -35,6 +37,8 @@ class Suspects:
         self._placement, self._trials = dispatcher.placement, dispatcher.trials
         self._quarantine = Quarantine(limits.quarantine_s)
         self._changed = trio.lowlevel.ParkingLot()
+        self._collects_ends = self._has_ends = False
+        """Whether many requests are being ended together, and whether a suspect was among them."""
         self._advance_calls = 0
         """Calls of ``advance`` since the outermost one began; 0: none is running."""
 
@@ -95,6 +99,24 @@ class Suspects:
             if group.is_culprit and not self._trials.requests_of_unit(request):
                 self._remember(request, Culprit(group.stage, group.suspected_deaths))
             self._trials.drop(request)
+        if self._collects_ends:
+            self._has_ends = True
+        else:
+            self._settle()
+
+    @contextmanager
+    def ending_many(self) -> Iterator[None]:
+        """Look at all requests and trials once, after the requests that end in the block, not after each of them."""
+        self._collects_ends = True
+        try:
+            yield
+        finally:
+            self._collects_ends = False
+            if self._has_ends:
+                self._has_ends = False
+                self._settle()
+
+    def _settle(self) -> None:
         self._dispatcher.dispatch_waiting()
         self.advance()
 

@@ -115,12 +115,16 @@ class Supervisor:
         self.changes.unpark_all()
 
     async def start_stages(self, stages: Collection[str]) -> None:
-        """Start workers for the replicas of some stages that ``stop_stages`` has stopped."""
+        """Start workers for the replicas of some stages that ``stop_stages`` has stopped.
+
+        Not cancelled once it has begun: all are awake from then on, so each needs its worker.
+        """
         woken = [each for each in self.replicas.values() if each.address.stage in stages and each.asleep]
         for each in woken:
             each.asleep, each.state, each.note = False, ReplicaState.RESTARTING, "waking up"
             each.died_at = None
-        await self._start(woken)
+        with trio.CancelScope(shield=True):
+            await self._start(woken)
 
     def add(self, spec: messages.WorkerSpec) -> Replica:
         """Add a replica, whose first worker is started as soon as other tasks have run, unless the supervisor ends."""
@@ -163,11 +167,14 @@ class Supervisor:
         self.changes.unpark_all()
 
     async def _start(self, replicas: Iterable[Replica]) -> None:
-        """Start replicas in the given order: each one's spawn has begun before the next one's."""
+        """Start replicas in the given order: each one's spawn has begun before the next one's.
+
+        Those that were started meanwhile, by a restart or a retry, are left alone.
+        """
         for each in replicas:
             # No incarnation may begin after the last ``_stop`` has begun: nothing would stop it.
             await trio.lowlevel.checkpoint_if_cancelled()
-            if self._nursery is None or each.leaving:
+            if self._nursery is None or each.leaving or not each.incarnation.ended.is_set():
                 continue
             each.incarnation = Incarnation()
             each.generation += 1

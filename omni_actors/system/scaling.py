@@ -114,14 +114,15 @@ class ScaleControl(Control):
         after = pools.wanted(stage) if any(each.taken_back for each in drains) else replicas
         return Scaled(stage=stage, before=before, after=after, seconds=trio.current_time() - began)
 
-    async def _change(self, stage: str, replicas: int) -> list[Drain]:
+    async def _change(self, stage: str, replicas: int, *, is_needed: bool = False) -> list[Drain]:
         """Change the number of replicas, and return the drains that have begun. The caller holds the stage's lock.
 
+        is_needed: whether the stage falls asleep only when requests that wait for it have ended.
         There is no checkpoint after drains have begun, so the caller always gets them.
         """
         pools, workers = self._orchestrator.pools, self.pipeline.stages[stage].workers_for(replicas)
         before = pools.wanted(stage)
-        self._require_open(stage)
+        self._require_open(stage, is_needed=is_needed)
         while True:
             change, given_up = self._plan(stage, workers), self._given_up(stage)
             if unreaped := [each for each in given_up if not each.incarnation.ended.is_set()]:
@@ -130,7 +131,7 @@ class ScaleControl(Control):
                 await self.wait_changed()
             else:
                 break
-            self._require_open(stage)
+            self._require_open(stage, is_needed=is_needed)
         specs = self._new_specs(stage, workers) if change.new else []
         for each in given_up:  # no checkpoint follows until there are others: requests would wait in vain
             self._supervisor.forget(each)
@@ -142,11 +143,11 @@ class ScaleControl(Control):
             await self._add(stage, specs, min(before, replicas))
         return self._begin_drains(change.leaving)
 
-    def _require_open(self, stage: str) -> None:
+    def _require_open(self, stage: str, *, is_needed: bool) -> None:
         """Raise SystemClosed or StageAsleep if a stage cannot be scaled now."""
         if not self._running or self.is_stopped:
             raise SystemClosed
-        if stage in self._orchestrator.closures.asleep:
+        if stage in self._orchestrator.closures.asleep and not is_needed:
             raise StageAsleep(stage)
 
     def _plan(self, stage: str, workers: int) -> Change[Replica]:
@@ -169,7 +170,7 @@ class ScaleControl(Control):
         drain = self._drains.pop(replica)
         drain.taken_back = True
         self._supervisor.keep(replica)
-        self._orchestrator.pools.replica_ready(replica.address.stage)
+        self._orchestrator.pools.take_back(replica)
         drain.scope.cancel()
 
     def _new_specs(self, stage: str, workers: int) -> list[WorkerSpec]:
@@ -270,21 +271,23 @@ class ScaleControl(Control):
         """Start a replica of each stage that a request waits for, where the pipeline asks for that."""
         if not any(stage.starts_from_zero for stage in self.pipeline.stages.values()):
             return
-        starting = set[str]()
+        pools, starting = self._orchestrator.pools, set[str]()
 
         async def start(stage: str) -> None:
             try:
                 with suppress(StageFailed, StageAsleep, SystemClosed):  # its requests have ended with the reason
                     async with self._changing[stage]:
-                        if self._starts_when_needed(stage):
-                            await self._change(stage, 1)
+                        if self._starts_when_needed(stage) and stage in pools.starved():
+                            await self._change(stage, 1, is_needed=True)
             finally:
                 starting.discard(stage)
+                if self._running and not self.is_stopped:
+                    pools.look_again()  # for requests that began to wait while it was being started
 
         async with trio.open_nursery() as nursery:
             while True:
-                for stage in self._orchestrator.pools.starved() - starting:
+                for stage in pools.starved() - starting:
                     if self._starts_when_needed(stage):
                         starting.add(stage)
                         nursery.start_soon(start, stage)
-                await self._orchestrator.pools.wait_unplaced()
+                await pools.wait_unplaced()

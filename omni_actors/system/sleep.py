@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias, get_args
 
 import trio
 
-from omni_actors.errors import InvalidRequest, SystemClosed
+from omni_actors.errors import InvalidRequest, SystemClosed, WorkerLost
 from omni_actors.supervisor.calls import Reply
 from omni_actors.system.control import Replies
 from omni_actors.system.scaling import ScaleControl
@@ -117,10 +117,12 @@ class SleepControl(ScaleControl):
             timeout_s: Seconds to wait for each worker that sleeps at level 1.
 
         Returns:
-            The replies of the workers that slept at level 1; a true value: the engine is awake.
+            The replies of the workers that slept at level 1; a true value: the engine is awake. A replica without a
+            worker replies with ``WorkerLost``; its next worker is awake, unless only ``tags`` were woken.
 
         Raises InvalidRequest (an argument is wrong), StageFailed (a stage cannot load any more), SystemClosed, and
         TooManyCalls (a worker that sleeps at level 1 has many changes of its state to answer; it still sleeps).
+        A cancelled call may leave stages at level 1 asleep; those at level 2 wake.
         """
         async with self._sleep_lock:
             replies, started = await self._wake(tags, stages, timeout_s)
@@ -130,7 +132,7 @@ class SleepControl(ScaleControl):
     async def _wake(
         self, tags: Sequence[str] | None, stages: Collection[str] | None, timeout_s: float
     ) -> tuple[Replies, Collection[str]]:
-        """Wake stages as ``wake_up``. Return the replies, and the stages that get new workers."""
+        """Wake stages as ``wake_up``. Return the replies, and the stages that are awake now or get new workers."""
         if not self._running:
             raise SystemClosed
         asleep = [stage for stage in self._stages(stages) if stage in self._orchestrator.closures.asleep]
@@ -146,11 +148,10 @@ class SleepControl(ScaleControl):
         if tags is None:  # of a worker that starts from now on, nothing sleeps
             self.drop_desired("sleep", stages=level_1)
         replies = await self._replies(calls, level_1)
-        for stage in level_1:
-            if all(reply.value for reply in replies[stage]):
-                self.drop_desired("sleep", stages=[stage])
-                self._orchestrator.closures.asleep.discard(stage)
-        return replies, level_2
+        woken = [stage for stage in level_1 if all(_is_awake(each, whole=tags is None) for each in replies[stage])]
+        self.drop_desired("sleep", stages=woken)
+        self._orchestrator.closures.asleep.difference_update(woken)
+        return replies, [*level_2, *woken]
 
     async def is_sleeping(self) -> bool:
         """Return whether any stage sleeps."""
@@ -166,6 +167,11 @@ class SleepControl(ScaleControl):
                 if (failure := self._orchestrator.failed_stages.get(stage)) is not None:
                     raise failure
                 await self.wait_changed()
+
+
+def _is_awake(reply: Reply, *, whole: bool) -> bool:
+    """Return whether the worker of a reply is awake, or the next one will be. whole: whether all parts were woken."""
+    return bool(reply.value) or (whole and isinstance(reply.error, WorkerLost))
 
 
 _ENDED = Reply({"rss_bytes": 0, "device_bytes": 0})

@@ -49,6 +49,21 @@ def test_the_workers_of_a_lost_node_move() -> None:
     assert (node(found, A0), node(found, B0)) == ("g2", "here")
 
 
+def test_a_worker_of_a_lost_node_counts_once() -> None:
+    nodes = [Node(name=name, labels=("big",), cpus=6) for name in ("x", "y")]
+    found = placements(
+        HERE,
+        *nodes,
+        Node(name="gpu", labels=("big",), cpus=64, gpus=8),
+        cluster={"nodes": {"b": "big"}},
+        b={"threads": 4},
+    )
+    found.plan()
+    assert node(found, B0) == "x"
+    found.lose("x")
+    assert node(found, B0) == "y"
+
+
 async def test_a_worker_waits_for_a_node_and_says_why(autojump_clock: trio.testing.MockClock) -> None:
     found, reasons, at = placements(HERE, G1, cluster={"nodes": {"a": "gpu"}}), list[str](), list[str]()
 

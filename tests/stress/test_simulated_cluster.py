@@ -153,7 +153,7 @@ def test_colocated_workers_that_are_placed_one_by_one_are_found(monkeypatch: pyt
 
     def hasty(pipeline, wanted, nodes, held):  # type: ignore[no-untyped-def]
         used = {at.node for at in held.values()}
-        alone = [wanted[0]]
+        alone = [*wanted][:1]
         try:
             return place(pipeline, alone, [node for node in nodes if node.name not in used], {})
         except NoPlace:

@@ -12,7 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from omni_actors.stress.simulation.simulation import simulate
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import WorkerBehavior
 from omni_actors.supervisor import edges, heartbeat, supervisor
+from omni_actors.supervisor.incarnation import Incarnation
 from omni_actors.supervisor.replica import Replica, ReplicaState
 from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.system import OmniSystem
@@ -336,6 +337,15 @@ def test_a_stage_that_sleeps_before_its_first_workers_have_begun_is_found(monkey
 
 @pytest.mark.slow
 def test_a_restart_that_starts_what_was_woken_since_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(self: Supervisor, replicas: Iterable[Replica]) -> None:
+        for each in replicas:
+            if self._nursery is not None:
+                each.incarnation = Incarnation()
+                each.generation += 1
+                self._start_soon(self._nursery, self._run_incarnation, each)
+                await each.incarnation.begun.wait()
+
+    monkeypatch.setattr(Supervisor, "_start", start)
     monkeypatch.setattr(Replica, "is_kept_down", lambda self, ended: self.asleep)
     first_violated()
 
