@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NODE_LOST, LINK_LOST = "NodeLost: ", "LinkLost: "
+"""With these begin the reasons of workers that were ended because a node or a link between nodes was lost."""
+
 
 @dataclass(frozen=True)
 class WorkerExit:
@@ -24,6 +27,11 @@ class WorkerExit:
     stderr_tail: tuple[str, ...] = ()
     reason: str | None = None
     node: str | None = None
+
+    @property
+    def was_cut_off(self) -> bool:
+        """Whether it was ended because its node was lost, or a link between nodes."""
+        return self.reason is not None and self.reason.startswith((NODE_LOST, LINK_LOST))
 
     def __str__(self) -> str:
         how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"

@@ -33,6 +33,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # ``as`` makes these names part of this module.
+from omni_actors.deaths import LINK_LOST as LINK_LOST
+from omni_actors.deaths import NODE_LOST as NODE_LOST
 from omni_actors.deaths import Death as Death
 from omni_actors.deaths import WorkerExit as WorkerExit
 

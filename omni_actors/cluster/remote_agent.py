@@ -25,6 +25,7 @@ from omni_actors.cluster.connection import Connection, ConnectionLost
 from omni_actors.cluster.lease import GrantedLease
 from omni_actors.cluster.remote_checkpoints import RemoteCheckpoints
 from omni_actors.cluster.remote_worker import RemoteMailbox, RemoteWorker
+from omni_actors.errors import NODE_LOST
 from omni_actors.platform.kill_timer import now
 from omni_actors.protocol import messages
 from omni_actors.protocol.messages import Address
@@ -195,7 +196,7 @@ class RemoteAgent:
         self.give_up(f"its agent has ended: {why}")
 
     def _why_lost(self) -> str:
-        return f"NodeLost: {self.node}: {self.lost}"
+        return f"{NODE_LOST}{self.node}: {self.lost}"
 
     async def _write(self, connection: Connection[control.FromAgent]) -> None:
         try:

@@ -36,7 +36,7 @@ from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.cluster.remote_worker import RemoteWorker
 from omni_actors.cluster.tls import Credentials
 from omni_actors.config.devices import VISIBLE, NoSuchDevice, at_places
-from omni_actors.errors import ClusterUnavailable, NoPlace
+from omni_actors.errors import LINK_LOST, ClusterUnavailable, NoPlace
 from omni_actors.protocol.messages import NODE_VARIABLE, Address
 from omni_actors.supervisor.nodes import LinkState, NodeState
 from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner, SpawnFailed, Worker
@@ -219,7 +219,7 @@ class ClusterSpawner:
             return
         for address in reversed(ends):
             if (worker := self._workers.get(address)) is not None:
-                worker.mailbox.fail(f"LinkLost: {reason}")
+                worker.mailbox.fail(f"{LINK_LOST}{reason}")
                 return
 
     # Agents.

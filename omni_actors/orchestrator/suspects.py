@@ -4,7 +4,8 @@ Rules
 1. ``trials`` decides which suspects run when. This module carries that out, whenever an event or the time requires it.
 2. A culprit that ends because of its deaths is quarantined, after two deaths or more. The requests of its unit end too.
 3. A culprit that ends in another way is remembered: a new request with its fingerprint is treated as a culprit.
-4. A signal that another process sent makes no suspects. That death is charged to all requests that the worker held.
+4. A signal that another process sent makes no suspects, and neither does the loss of a node or of a link between
+   nodes. That death is charged to all requests that the worker held.
    Without replays and without a quarantine there are no suspects either.
 """
 

@@ -59,7 +59,9 @@ CRASH_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "
 
 
 def died_by_itself(exit: WorkerExit) -> bool:
-    """Whether the worker's own work may have ended it, in contrast to a signal that another process sent."""
+    """Whether the worker's own work may have ended it, in contrast to a signal of another process and a lost node."""
+    if exit.was_cut_off:
+        return False
     return exit.reason is not None or exit.signal is None or exit.signal in CRASH_SIGNALS
 
 

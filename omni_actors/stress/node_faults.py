@@ -22,6 +22,7 @@ import trio
 
 from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.cluster.spawner import LINK_S, ClusterSpawner
+from omni_actors.errors import LINK_LOST, NODE_LOST
 from omni_actors.stress import cuts
 from omni_actors.stress.faults import KillHelper, Victim
 from omni_actors.stress.judge import Explanation
@@ -31,8 +32,6 @@ from omni_actors.system import ReplicaHealth
 
 EXPLAINED_S: Final = 2 * LEASE_S
 LINKS_EXPLAINED_S: Final = 4 * LINK_S
-LOST: Final = "NodeLost: {}"
-CUT: Final = "LinkLost: "
 NEVER_STARTED: Final = "pid 0 "
 Injection = TypeVar("Injection")
 
@@ -106,7 +105,7 @@ class NodeFaults(Generic[Injection]):
                 return
             serving = [(stage, pid) for stage, pid, state in self._workers(agent) if state == "ready"]
             now = time.monotonic()
-            self.explanations.append(Explanation((CUT,), now, now + LINKS_EXPLAINED_S))
+            self.explanations.append(Explanation((LINK_LOST,), now, now + LINKS_EXPLAINED_S))
             injections = [self._inject("links into a node cut", stage, pid) for stage, pid in serving]
             self._killed.update(pid for _, pid in serving)
             if cuts.cut(agent.pid, cuts.accepted(agent.pid)) < len(serving):
@@ -144,7 +143,7 @@ class NodeFaults(Generic[Injection]):
     def _lose(self, fault: str, agent: RemoteAgent) -> list[Injection]:
         """Note that an agent is about to end."""
         now = time.monotonic()
-        explained = (LOST.format(agent.node), NEVER_STARTED)
+        explained = (NODE_LOST + agent.node, NEVER_STARTED)
         self.explanations.append(Explanation(explained, now, now + EXPLAINED_S))
         workers = self._workers(agent)
         self._killed.update([agent.pid, *(pid for _, pid, _ in workers)])

@@ -317,6 +317,8 @@ def test_a_new_request_joins_the_unit_of_its_fingerprint() -> None:
         (WorkerExit(1, "SIGKILL", None, reason="no progress for 30 s (step_timeout_s)"), True),
         (WorkerExit(1, "SIGKILL", None), False),
         (WorkerExit(1, "SIGTERM", None), False),
+        (WorkerExit(1, "SIGKILL", None, reason="NodeLost: b: its lease ended"), False),
+        (WorkerExit(1, "SIGKILL", None, reason="LinkLost: no message for 20 s"), False),
     ],
 )
 def test_a_signal_from_another_process_makes_no_suspects(exit: WorkerExit, by_itself: bool) -> None:
