@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -28,6 +30,16 @@ KEY_OPTION = click.option(
     "--api-key", envvar=["OMNI_ACTORS_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="The server's key."
 )
 """The ``--api-key`` option of the commands that are clients of a server."""
+
+
+class Number(click.FloatRange):
+    """A range of numbers. Click's own accepts "nan" in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
 
 
 class PipelineName(click.ParamType[str]):

@@ -352,3 +352,13 @@ def test_the_output_file_must_have_a_sound_format() -> None:
     result = invoke("ask", "--config", "echo", "hi", "-o", "answer.txt")
     assert result.exit_code == 2
     assert ".wav" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("top", "--interval"), ("chat", "--temperature"), ("serve", "echo", "--drain-s"), ("stress", "--minutes")],
+)
+def test_a_number_is_not_nan(command: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, [*command, "nan"])
+    assert result.exit_code == 2
+    assert "'nan' is not a number" in result.stderr

@@ -17,7 +17,7 @@ from rich.table import Table
 from omni_actors import config as configuration
 from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import notes, run, seconds, wait_ready
-from omni_actors.command_line import PIPELINE, click_errors, override_option, verbose_option
+from omni_actors.command_line import PIPELINE, Number, click_errors, override_option, verbose_option
 from omni_actors.output_files import SOUND_SUFFIXES, SoundWriter
 from omni_actors.outputs import AudioChunk, RequestMetrics
 from omni_actors.system import OmniSystem
@@ -34,7 +34,7 @@ from omni_actors.system import OmniSystem
     help=f"Sound file of the answer: {', '.join(SOUND_SUFFIXES)}.",
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of the answer.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="Temperature of sampling; 0 is greedy.")
+@click.option("--temperature", type=Number(0, 2), help="Temperature of sampling; 0 is greedy.")
 @click.option("--seed", type=int, help="Seed of sampling and of the voice's noise.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @verbose_option

@@ -17,7 +17,7 @@ import click
 import trio
 
 from omni_actors import config as configuration
-from omni_actors.command_line import PIPELINE, click_errors, override_option, verbose_option
+from omni_actors.command_line import PIPELINE, Number, click_errors, override_option, verbose_option
 from omni_actors.config import Pipeline
 from omni_actors.errors import ConfigError
 from omni_actors.serve import logs
@@ -56,7 +56,7 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 @_setting("--max-body-bytes", AT_LEAST_1, "Limit of a request's body and the files that its URLs name.")
 @_setting("--max-event-bytes", AT_LEAST_1, "Limit of one event that a client sends over a WebSocket.")
 @_setting("--max-sessions", AT_LEAST_1, "Limit of realtime sessions.")
-@_setting("--session-s", click.FloatRange(min=0, min_open=True), "Longest realtime session, in seconds.")
+@_setting("--session-s", Number(min=0, min_open=True), "Longest realtime session, in seconds.")
 @_setting("--session-items", AT_LEAST_1, "Limit of the items of a realtime conversation.")
 @_setting("--session-bytes", AT_LEAST_1, "Limit of the text and the recordings of a realtime conversation.")
 @_allow(
@@ -74,10 +74,10 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 @_allow("--allow-host", "allow_hosts", "An accepted value of the header Host; others are refused.", metavar="HOST")
 @_setting(
     "--drain-notice-s",
-    click.FloatRange(min=0),
+    Number(min=0),
     "After the first signal, serve new requests for so long while /health reports 503, for load balancers.",
 )
-@_setting("--drain-s", click.FloatRange(min=0), "Time for requests in progress to end.")
+@_setting("--drain-s", Number(min=0), "Time for requests in progress to end.")
 @_setting("--max-connections", AT_LEAST_1, "Limit of connections. It is lower if the process may open few files.")
 @_setting("--max-connections-per-address", AT_LEAST_1, "Limit for one address. Raise it behind a proxy.")
 @click.option(

@@ -11,16 +11,14 @@ from pathlib import Path
 import click
 
 from omni_actors import config as configuration
-from omni_actors.command_line import PIPELINE, click_errors, override_option
+from omni_actors.command_line import PIPELINE, Number, click_errors, override_option
 
 AT_LEAST_1 = click.IntRange(min=1)
 
 
 @click.command()
 @click.argument("config", default="echo", type=PIPELINE)
-@click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), help="Run for this long. [default: 1; with --soak 30]"
-)
+@click.option("--minutes", type=Number(min=0, min_open=True), help="Run for this long. [default: 1; with --soak 30]")
 @click.option("--faults", type=AT_LEAST_1, help="Stop after this many faults.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the schedules. [default: random]")
 @click.option("--operations", default=20, show_default=True, type=AT_LEAST_1, help="Most operations in a schedule.")

@@ -177,10 +177,15 @@ def test_wrong_arguments_are_named(arguments: list[str], message: str) -> None:
 
 
 def test_a_dataset_for_transcriptions_has_a_recording_in_each_line(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").touch()
     (dataset := tmp_path / "dataset.jsonl").write_text('{"audio": "a.wav"}\n{"prompt": "hello"}\n')
     result = invoke("--endpoint", "transcriptions", "--dataset", str(dataset))
     assert result.exit_code == 2
     assert "each with the field audio" in result.stderr
+    dataset.write_text('{"audio": "b.wav"}\n')
+    result = invoke("--endpoint", "transcriptions", "--dataset", str(dataset))
+    assert result.exit_code == 2
+    assert f"there is no file {tmp_path / 'b.wav'}" in result.stderr
 
 
 def test_a_server_that_is_not_there_is_one_sentence() -> None:

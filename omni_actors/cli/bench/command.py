@@ -23,22 +23,12 @@ from omni_actors.cli.bench.workload import Arrivals, DatasetError, Prompt, made_
 from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import notes, run
 from omni_actors.cli.server_client import open_server
-from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION
+from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION, Number
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
-class _Number(click.FloatRange):
-    """A range of numbers. Click's own accepts "nan" in every range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number: float = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value!r} is not a number.", param, ctx)
-        return number
-
-
-RATE = _Number(min=0, min_open=True, max=math.inf, max_open=True)
+RATE = Number(min=0, min_open=True, max=math.inf, max_open=True)
 _NO_SOUND = "transcriptions need a --dataset of JSON lines, each with the field audio"
 
 
@@ -59,9 +49,9 @@ _NO_SOUND = "transcriptions need a --dataset of JSON lines, each with the field 
     "--concurrency", type=click.IntRange(min=1), help="Requests in progress at a time, instead of --rate. [1]"
 )
 @click.option("--requests", type=click.IntRange(min=1), default=32, show_default=True, help="Requests to measure.")
-@click.option("--duration", "duration_s", type=_Number(min=0), help="Send none after so many seconds.")
+@click.option("--duration", "duration_s", type=Number(min=0), help="Send none after so many seconds.")
 @click.option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Requests sent before.")
-@click.option("--timeout", "timeout_s", type=_Number(min=0), default=600, show_default=True, help="Of each.")
+@click.option("--timeout", "timeout_s", type=Number(min=0), default=600, show_default=True, help="Of each.")
 @click.option("--words", default="16", show_default=True, metavar="N[-M]", help="Words of each made prompt.")
 @click.option(
     "--dataset",

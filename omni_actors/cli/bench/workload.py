@@ -54,6 +54,8 @@ def read_dataset(path: Path) -> list[Prompt]:
             raise DatasetError(f"{path}:{number}: {error}") from error
         if prompt.audio is not None:
             prompt = msgspec.structs.replace(prompt, audio=str(path.parent / prompt.audio))
+            if not Path(str(prompt.audio)).is_file():
+                raise DatasetError(f"{path}:{number}: audio: there is no file {prompt.audio}")
         if prompt == Prompt():
             raise DatasetError(f"{path}:{number}: accepted are prompt, messages and audio; at least one of them")
         prompts.append(prompt)

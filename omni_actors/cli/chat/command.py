@@ -26,6 +26,7 @@ from omni_actors.command_line import (
     PIPELINE,
     URL,
     URL_OPTION,
+    Number,
     click_errors,
     override_option,
     verbose_option,
@@ -54,7 +55,7 @@ _Address = tuple[str, str | None]
 )
 @click.option("--voice", default="alloy", show_default=True, help="The voice of spoken answers.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="Temperature of sampling; 0 is greedy.")
+@click.option("--temperature", type=Number(0, 2), help="Temperature of sampling; 0 is greedy.")
 @click.option("--commands", "has_commands", is_flag=True, help="In a pipe, run lines that begin with a slash.")
 @verbose_option
 @override_option

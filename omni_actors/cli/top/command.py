@@ -21,7 +21,7 @@ from omni_actors.cli.server_client import open_server
 from omni_actors.cli.top.rates import Rates
 from omni_actors.cli.top.screen import Space, screen
 from omni_actors.cli.top.source import StateSource
-from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION
+from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION, Number
 
 SILENCE_S = 30.0
 """A server that sends nothing for so long is lost: it sends a comment every ten seconds."""
@@ -35,7 +35,7 @@ QUIT = b"q\x03\x04"
 @URL_OPTION
 @KEY_OPTION
 @click.option("--pipeline", help="One of several that the server has. By default its first one.")
-@click.option("--interval", type=click.FloatRange(min=0.1), default=0.5, show_default=True, help="Seconds a screen.")
+@click.option("--interval", type=Number(min=0.1), default=0.5, show_default=True, help="Seconds a screen.")
 @click.option("--once", is_flag=True, help="Print one screen after an interval, and end.")
 def top(url: str | None, api_key: str | None, pipeline: str | None, interval: float, once: bool) -> None:
     """Show the live state of a server: stages, rings and requests. The key q ends.
