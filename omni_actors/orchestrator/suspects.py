@@ -241,6 +241,7 @@ class Suspects:
                 stages = request.replay_state.waiting
                 if (
                     stages
+                    and not request.lifecycle.ended  # the others of its group are still tried
                     and group.stage not in stages
                     and (placement := self._placement.place(stages, request.affinity)) is not None
                 ):
