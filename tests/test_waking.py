@@ -7,11 +7,11 @@ import trio
 import trio.testing
 
 from omni_actors.config import Restart
-from omni_actors.errors import Aborted
+from omni_actors.errors import Aborted, DeadlineExceeded, Quarantined
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
-from tests.support.scaled_system import Scaling, numbers, opened
+from tests.support.scaled_system import LOAD_S, Scaling, numbers, opened
 
 
 async def test_a_cancelled_wake_up_wakes_all_replicas(autojump_clock: trio.testing.MockClock) -> None:
@@ -99,25 +99,37 @@ async def test_suspects_are_tried_on_a_replica_that_is_taken_back(autojump_clock
         omni.abort_all("the test is over")
 
 
-async def test_many_suspects_that_end_together_are_settled_once(
-    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", ["abort", "deadline", "conviction"])
+async def test_many_suspects_that_end_together_are_looked_at_once(
+    end: str, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The requests are equal, so they are one unit: of those that are convicted, one is tried."""
+    count, worker = 50, Address("second", 0)
     async with opened(replicas=1) as scaling:
-        orchestrator = scaling.omni._orchestrator
-        inputs = [[Input({"n": number, "tag": str(tag)}) for number in range(50)] for tag in range(20)]
-        requests = [scaling.omni.submit({"script": each}, ["audio"]) for each in inputs]
+        inputs = [[Input({"n": number}) for number in range(50)] for _ in range(count)]
+        deadline_s = 2.0 if end == "deadline" else 60.0
+        requests = [scaling.omni.submit({"script": each}, ["audio"], deadline_s=deadline_s) for each in inputs]
         await trio.sleep(0.5)
-        scaling.spawner.living[Address("second", 0)].die(signal="SIGSEGV")
+        scaling.spawner.living[worker].die(signal="SIGSEGV")
         await trio.sleep(0.001)
-        looks = 0
-        dispatch_waiting = orchestrator._dispatcher.dispatch_waiting
+        dispatcher, looks = scaling.omni._orchestrator._dispatcher, list[float]()
+        look = dispatcher.dispatch_waiting
 
         def counted() -> None:
-            nonlocal looks
-            looks += 1
-            dispatch_waiting()
+            looks.append(trio.current_time())
+            look()
 
-        monkeypatch.setattr(orchestrator._dispatcher, "dispatch_waiting", counted)
-        orchestrator.abort_all()
-        assert looks == 1
-        assert {type(each.stream.request.error) for each in requests} == {Aborted}
+        monkeypatch.setattr(dispatcher, "dispatch_waiting", counted)
+        if end == "abort":
+            scaling.omni.abort_all("the test is over")
+        elif end == "deadline":
+            await trio.sleep(deadline_s)
+        else:
+            for _ in range(scaling.omni.pipeline.limits.replays):
+                await trio.sleep(LOAD_S + 0.5)
+                scaling.spawner.living[worker].die(signal="SIGSEGV")
+        await trio.sleep(1)
+        assert len(looks) < count / 5
+        expected = {"abort": Aborted, "deadline": DeadlineExceeded, "conviction": Quarantined}[end]
+        errors = [type(each.stream.request.error) for each in requests]
+        assert errors.count(expected) >= count - 1, errors

@@ -277,10 +277,8 @@ class Orchestrator:
     @trio.lowlevel.enable_ki_protection
     def abort_all(self, reason: str | None = None, stages: Collection[str] | None = None) -> None:
         """End every request that has not ended, and that uses one of ``stages`` (None: any), with ``Aborted``."""
-        with self._suspects.ending_many():
-            for request in self._dispatcher.using(stages):
-                if not request.lifecycle.ended:  # the end of an equal request before it may have ended it
-                    self._end(request, Event.ABORT, errors.Aborted(reason))
+        for request in self._dispatcher.using(stages):
+            self._end(request, Event.ABORT, errors.Aborted(reason))
 
     def _expire(self, request: Request) -> None:
         """End a request whose deadline has come, or whose connection reads less than the minimum rate."""
@@ -340,7 +338,7 @@ class Orchestrator:
                 self._suspects.stage_finished(request, stage)
                 self._replays.progressed(request)
             case messages.Refused():
-                self._end(request, Event.FAIL, refusal(message, self.retry_after_s))
+                self._end(request, Event.FAIL, refusal(message, lambda: self.retry_after_s))
             case messages.Unreplayable(_, reason, needed, recomputable):
                 self._replays.unreplayable(request, stage, reason, needed=needed, recomputable=recomputable)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from omni_actors.errors import InvalidRequest, TemporarilyRefused
 from omni_actors.orchestrator.request import Request
@@ -22,10 +22,10 @@ RECENT = 32
 """How many of the latest requests the estimate is taken from."""
 
 
-def refusal(refused: Refused, retry_after_s: float) -> InvalidRequest | TemporarilyRefused:
-    """Return the error of a request that an engine refused. retry_after_s: as the estimator has it now."""
+def refusal(refused: Refused, retry_after_s: Callable[[], float]) -> InvalidRequest | TemporarilyRefused:
+    """Return the error of a request that an engine refused. retry_after_s: the estimate, for one that may try again."""
     if refused.retryable:
-        return TemporarilyRefused(refused.message, code=refused.code, retry_after_s=retry_after_s)
+        return TemporarilyRefused(refused.message, code=refused.code, retry_after_s=retry_after_s())
     return InvalidRequest(refused.message, param=refused.param, code=refused.code)
 
 

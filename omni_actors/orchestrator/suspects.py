@@ -7,13 +7,13 @@ Rules
 4. A signal that another process sent makes no suspects, and neither does the loss of a node or of a link between
    nodes. That death is charged to all requests that the worker held.
    Without replays and without a quarantine there are no suspects either.
+5. When suspects are cleared or end, however many in one turn of the event loop, all waiting requests are looked at
+   once, in the next turn. So the end of a unit of many requests takes time in proportion to their number.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import trio
 
@@ -38,10 +38,8 @@ class Suspects:
         self._placement, self._trials = dispatcher.placement, dispatcher.trials
         self._quarantine = Quarantine(limits.quarantine_s)
         self._changed = trio.lowlevel.ParkingLot()
-        self._collects_ends = self._has_ends = False
-        """Whether many requests are being ended together, and whether a suspect was among them."""
-        self._advance_calls = 0
-        """Calls of ``advance`` since the outermost one began; 0: none is running."""
+        self._have_left = False
+        """Whether suspects were cleared or have ended since the waiting requests were last looked at."""
 
     # New requests.
 
@@ -87,8 +85,9 @@ class Suspects:
         group = self._trials.group_of.get(request)
         if group is not None and group.stage == stage:
             self._trials.clear(request)
-            self._dispatcher.dispatch_waiting()
-        self.advance()
+            self._have_left = True
+        if self._trials or self._have_left:
+            self._changed.unpark_all()
 
     def request_ended(self, request: Request, *, done: bool) -> None:
         """Handle the end of a request. done: whether it ended with all of its output."""
@@ -97,29 +96,11 @@ class Suspects:
         if done:
             self._trials.clear(request)
         else:
-            if group.is_culprit and not self._trials.requests_of_unit(request):
-                self._remember(request, Culprit(group.stage, group.suspected_deaths))
-            self._trials.drop(request)
-        if self._collects_ends:
-            self._has_ends = True
-        else:
-            self._settle()
-
-    @contextmanager
-    def ending_many(self) -> Iterator[None]:
-        """Look at all requests and trials once, after the requests that end in the block, not after each of them."""
-        self._collects_ends = True
-        try:
-            yield
-        finally:
-            self._collects_ends = False
-            if self._has_ends:
-                self._has_ends = False
-                self._settle()
-
-    def _settle(self) -> None:
-        self._dispatcher.dispatch_waiting()
-        self.advance()
+            was_culprit = group.is_culprit
+            if self._trials.drop(request) and was_culprit:
+                self._remember(request, Culprit(group.stage, request.deaths.suspected))
+        self._have_left = True
+        self._changed.unpark_all()
 
     def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
         """Find the suspects of a death. Return whether the death counts against the restart intensity."""
@@ -176,32 +157,24 @@ class Suspects:
     async def run(self) -> None:
         """Begin and end the trials that are due, until cancelled."""
         while True:
-            with trio.move_on_at(self._trials.next_time(trio.current_time())):
-                await self._changed.park()
-                continue
+            if self._have_left:
+                self._have_left = False
+                self._dispatcher.dispatch_waiting()
             self.advance()
+            if not self._have_left:  # advance may end requests
+                with trio.move_on_at(self._trials.next_time(trio.current_time())):
+                    await self._changed.park()
 
     def advance(self) -> None:
-        """End the trials that are over and begin those that can begin.
-
-        This may end requests, each of whose ends calls this again. The inner call only asks the outermost one for
-        another turn, so that a unit of many requests does not exhaust the stack.
-        """
-        self._advance_calls += 1
-        if self._advance_calls > 1:
+        """End the trials that are over and begin those that can begin."""
+        if not self._trials:
             return
-        handled = 0
-        try:
-            while handled < self._advance_calls and self._trials:
-                handled = self._advance_calls
-                if self._trials.clear_expired(self._last_pong_at):
-                    self._dispatcher.dispatch_waiting()
-                self._continue_trials()
-                for stage in {group.stage for group in self._trials.groups}:
-                    self._try(stage)
-                self._changed.unpark_all()
-        finally:
-            self._advance_calls = 0
+        if self._trials.clear_expired(self._last_pong_at):
+            self._dispatcher.dispatch_waiting()
+        self._continue_trials()
+        for stage in {group.stage for group in self._trials.groups}:
+            self._try(stage)
+        self._changed.unpark_all()
 
     def _last_pong_at(self, address: Address) -> float:
         return self._placement.replicas[address].incarnation.last_pong_at

@@ -71,6 +71,7 @@ class Group:
 
     stage: str
     units: dict[str, list[Request]]
+    """In a unit, the last request was a suspect in the most deaths."""
     has_culprit: bool
     """Whether one of the units is known to have ended a worker."""
     since: float
@@ -105,7 +106,7 @@ class Group:
     @property
     def suspected_deaths(self) -> int:
         """The number of deaths that its requests may have caused."""
-        return max(each.deaths.suspected for each in self.requests)
+        return max(unit[-1].deaths.suspected for unit in self.units.values())
 
     def clear_other_half(self) -> None:
         """The half that this group was split off from is not known to contain a culprit any more."""
@@ -126,7 +127,7 @@ class Group:
 
 
 def _suspicion(unit: Sequence[Request]) -> tuple[int, int, int]:
-    return max(each.deaths.suspected for each in unit), len(unit), max(each.number or 0 for each in unit)
+    return unit[-1].deaths.suspected, len(unit), max(each.number or 0 for each in unit)
 
 
 @dataclass
@@ -183,15 +184,16 @@ class Trials:
         known = bool(suspects) and all(each.deaths.suspected for each in suspects)
         for each in suspects:
             each.deaths.suspected += 1
+        for unit in group.units.values():
+            most = max(each.deaths.suspected for each in unit)
+            for each in unit:
+                each.deaths.suspected = most
         group.has_culprit, group.since = True, now
         group.clear_other_half()
         if len(group.units) == 1:
-            deaths = group.suspected_deaths
-            for each in group.requests:
-                each.deaths.suspected = deaths
             for each in suspects:
                 each.deaths.latest_charged = True
-                each.deaths.charged_replays = max(each.deaths.charged_replays, deaths - 1)
+                each.deaths.charged_replays = max(each.deaths.charged_replays, each.deaths.suspected - 1)
         return not known
 
     def return_replica(self, address: Address | None) -> None:
@@ -216,7 +218,8 @@ class Trials:
 
     def _add(self, request: Request, group: Group) -> None:
         unit = group.units.setdefault(request.fingerprint, [])
-        request.deaths.suspected = max(each.deaths.suspected for each in (request, *unit))
+        if unit:
+            request.deaths.suspected = max(request.deaths.suspected, unit[-1].deaths.suspected)
         unit.append(request)
         self.group_of[request] = group
 
@@ -233,25 +236,26 @@ class Trials:
                 return True
         return False
 
-    def drop(self, request: Request) -> None:
-        """Remove a request that ended without a result.
+    def drop(self, request: Request) -> bool:
+        """Remove a request that ended without a result. Return whether its unit is gone.
 
         It may have been the culprit. So if its unit ends with it, the rest of its group may contain none, and neither
         may the half that was known to contain it if this one did not.
         """
         group = self.group_of.get(request)
         if group is None:
-            return
+            return False
         was_tried = request in group.on_trial
         if not self._remove(request):  # its unit has more requests
             if was_tried:
                 self.return_replica(group.address)
-            return
+            return False
         for doubtful in (group, group.other_half):
             if doubtful is not None and doubtful.has_culprit and len(doubtful.units) > 1:
                 self._split(doubtful, doubtful.since).other_half = None
         group.has_culprit = False
         group.clear_other_half()
+        return True
 
     def clear(self, request: Request) -> None:
         """Remove a request that its stage has finished, and the others of its unit."""
@@ -375,7 +379,7 @@ class Trials:
     def _quiet_at(self, group: Group) -> float:
         """Return when the stage of a culprit is quiet, if no other request uses it before."""
         time, request = self.last_use.get(group.stage, (-math.inf, None))
-        return -math.inf if request in list(group.requests) else time + STAGE_QUIET_S
+        return -math.inf if request is not None and self.group_of.get(request) is group else time + STAGE_QUIET_S
 
     def _waits_until(self, group: Group) -> float:
         began = max(group.since, self.serving_since.get(group.stage, group.since))
