@@ -92,8 +92,10 @@ class Dispatcher:
 
     async def wait_ended(self, stages: Collection[str] | None = None, *, queued: bool = False) -> None:
         """Wait until no request uses one of ``stages``, as ``using`` counts."""
-        while self.using(stages, queued=queued):
-            await self._ends.park()
+        while waited_for := self.using(stages, queued=queued):
+            for request in waited_for:
+                while not request.lifecycle.ended:
+                    await self._ends.park()
 
     async def wait_unused(self, address: Address) -> None:
         """Wait until a replica holds no request."""
