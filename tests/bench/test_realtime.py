@@ -41,7 +41,7 @@ QUICK = (
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # two servers load in it
 def test_a_quick_run_loses_no_session_and_has_every_figure(tmp_path: Path) -> None:
-    """It may find that a bound is not met on a busy machine."""
+    """It may find that a bound is not met on a busy machine: that a question has no answer within 90 s is one."""
     file = tmp_path / "figures.json"
     program = [sys.executable, "-m", "bench.realtime", *QUICK, "--json", str(file)]
     done = subprocess.run(program, cwd=ROOT, check=False, stderr=subprocess.PIPE, text=True)
@@ -52,8 +52,10 @@ def test_a_quick_run_loses_no_session_and_has_every_figure(tmp_path: Path) -> No
     assert all(death["load_s"] > 0 for death in run["deaths"])
     assert (run["lost"], run["errors"]) == ([], [])
     assert {each["session"] for each in run["asked"]} == {0, 1}
-    assert {each["status"] for each in run["asked"]} <= {"completed", "incomplete"}
-    assert all(each["answer"] and each["sound_s"] > 0.5 for each in run["asked"])
+    assert {each["status"] for each in run["asked"]} <= {"completed", "incomplete", "unanswered"}
+    heard = [each for each in run["asked"] if each["status"] != "unanswered"]
+    assert heard
+    assert all(each["answer"] and each["sound_s"] > 0.5 for each in heard)
     assert all(each["met"] == (each["found"] is not None and each["found"] <= each["most"]) for each in found["bounds"])
     for each in found["barge_in"]:
         assert 0 < each["stopped_s"] <= each["done_s"]
