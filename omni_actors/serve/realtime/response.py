@@ -48,6 +48,7 @@ class Response:
         conversation: receives the items; None if the response is out of the conversation.
         settings: what the response is asked to be.
         entries: its input.
+        player_ends: when the client will have played the answers before; None: it has none of them.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Response:
         *,
         settings: ResponseSettings,
         entries: Sequence[Entry],
+        player_ends: float | None = None,
     ) -> None:
         self._pipeline, self._outbox, self._settings = pipeline, outbox, settings
         self.is_apart = conversation is None
@@ -66,7 +68,8 @@ class Response:
         """The input."""
         self._events = ResponseEvents(outbox, conversation, settings.head, is_spoken=settings.is_spoken)
         self._calls = Calls(settings.body)
-        self._encoder, self.pacer = SoundEncoder(settings.config.audio.output.format), Pacer()
+        self._encoder = SoundEncoder(settings.config.audio.output.format)
+        self.pacer = Pacer(ends=player_ends)
         self._scope = trio.CancelScope()
         self._reason: CancelReason | None = None
         self._failure: OmniError | HTTPError | None = None
@@ -230,9 +233,10 @@ class Response:
                     await trio.sleep(self.pacer.wait_s(trio.current_time()))
                     await self._outbox.wait_room()
                     duration_s = len(piece) / rate
+                    now = trio.current_time()
+                    playback = playback or speech.open(self.pacer.unplayed_s(now))
                     self._events.sound(piece, duration_s)
-                    self.pacer.sent(trio.current_time(), duration_s)
-                    playback = playback or speech.open()
+                    self.pacer.sent(now, duration_s)
                     speech.feed(playback, duration_s)
         finally:
             if playback is not None:

@@ -374,4 +374,4 @@ class Session:
     async def _run_response(self, response: Response) -> None:
         await self._responses.run(response)
         if self._turns is not None and not response.is_apart:
-            self._turns.expect_speech(self._responses.unplayed_s(response))
+            self._turns.expect_speech(self._responses.unplayed_s())

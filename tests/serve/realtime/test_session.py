@@ -231,6 +231,16 @@ def test_a_spoken_answer_is_paced_cancelled_and_truncated(talk: Session) -> None
     assert before[: len(kept)] == kept
 
 
+def test_sound_leaves_little_ahead_of_the_player_when_answers_follow_each_other(talk: Session) -> None:
+    """Two answers of 1.8 s. The last sound leaves when the player has 2 s or less, and lasts 0.2 s."""
+    talk.ask("word " * 6)
+    began = time.monotonic()
+    for _ in range(2):
+        assert talk.respond()[-1]["response"]["status"] == "completed"
+        talk.ask("word " * 6)
+    assert time.monotonic() - began >= 2 * 1.8 - 2.0 - 0.2
+
+
 def test_a_truncation_that_is_refused_leaves_the_answer_running(talk: Session) -> None:
     talk.ask("word " * 10)  # 3 s of sound, of which the last second waits for its time
     talk.send("response.create")

@@ -118,6 +118,20 @@ def test_fast_sound_is_not_held_back_at_the_begin() -> None:
     assert waits[-1] == pytest.approx(0.9)
 
 
+def test_sound_is_played_behind_that_of_the_answer_before() -> None:
+    first = Pacer(2.0)
+    first.sent(0.0, 1.9)
+    second = Pacer(2.0, ends=first.ends)
+    assert second.unplayed_s(1.0) == pytest.approx(1.0)
+    second.sent(1.0, 1.9)
+    assert second.wait_s(1.0) == pytest.approx(0.9)
+    assert [first.played_s(at) for at in (1.0, 2.0, 3.0)] == pytest.approx([0.9, 1.9, 1.9])
+    assert [second.played_s(at) for at in (1.0, 2.0, 3.0, 5.0)] == pytest.approx([0.0, 0.0, 1.0, 1.9])
+    late = Pacer(2.0, ends=second.ends)
+    late.sent(10.0, 1.0)
+    assert [late.played_s(at) for at in (10.1, 10.6)] == pytest.approx([0.0, 0.5])
+
+
 def test_nothing_counts_as_played_before_the_player_begins() -> None:
     pacer = Pacer()
     pacer.sent(10.0, 1.0)
