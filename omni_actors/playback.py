@@ -20,7 +20,7 @@ class Playback:
 
     Args:
         budget_s: See rule 1.
-        ends: When the player will have played what it has from an earlier stream, behind which this one is played; None:
+        ends: When the player will have played what it has from an earlier stream, behind which it plays this one. None:
             it has nothing.
     """
 

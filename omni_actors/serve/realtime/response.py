@@ -64,8 +64,8 @@ class Response:
         self._pipeline, self._outbox, self._settings = pipeline, outbox, settings
         self.is_apart = conversation is None
         """Whether it is out of the conversation."""
-        self.entries = list(entries)
-        """The input."""
+        self.entries = [entry for entry in entries if not entry.is_unfinished_call]
+        """The input. A call whose arguments are being written stays out, also if it is finished meanwhile."""
         self._events = ResponseEvents(outbox, conversation, settings.head, is_spoken=settings.is_spoken)
         self._calls = Calls(settings.body)
         self._encoder = SoundEncoder(settings.config.audio.output.format)
@@ -149,13 +149,14 @@ class Response:
     async def _wait_words(self) -> None:
         """Wait for the words of the recordings.
 
-        Raises OmniError: there are none of the latest recording, which the answer would be about.
+        Raises OmniError: there are none of the recording that the answer would be about, because the user has said
+        nothing after it.
         """
         for entry in self.entries:
             await entry.words_known.wait()
-        recorded = [entry for entry in self.entries if entry.recordings]
-        if recorded and (error := recorded[-1].error) is not None:
-            raise error
+        said = next((entry for entry in reversed(self.entries) if entry.recordings or entry.has_words_of_user), None)
+        if said is not None and said.error is not None:
+            raise said.error
 
     async def _read(self, queue: trio.MemorySendChannel[bytes], script: trio.MemorySendChannel[str] | None) -> None:
         """Read the answer of the model. script: receives the text to speak, if a request of its own speaks it."""

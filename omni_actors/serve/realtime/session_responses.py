@@ -5,8 +5,8 @@ Rules
    the conversation. They are no part of turn taking: speech does not cut them, and they keep no turn from an answer.
 2. A response is cut in ``_cut`` alone. What follows in the conversation comes after its last events.
 3. Responses of the conversation may be played at the client after their end, one after the other: ``pacer`` says what
-   was played of each. A response counts as not playing when its sound is over, and when speech or the client has stopped
-   it. So speech never restores words that were dropped.
+   was played of each. A response counts as not playing when its sound is over, or speech or the client has stopped it.
+   So speech never restores words that were dropped.
 """
 
 from __future__ import annotations
