@@ -10,13 +10,14 @@ Rules
    left out, and the rest of its item is not.
 4. An output of a function needs its call: without it, the client's item is refused. If the call is not a part of a
    request, the output is not either. A call whose arguments are no JSON object within the bounds of
-   ``arguments_object`` is a part of no request; a model may write such ones. A response also leaves out unfinished calls.
+   ``arguments_object`` is a part of no request; a model may write such ones. Nor is an unfinished call (``Response``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import trio
@@ -49,7 +50,8 @@ class Entry:
         recordings: of a user's message, by the index of its part.
         words_known: set when every recording has a transcript, or ``error``.
         error: why a recording has no transcript. Other recordings of the item may have one.
-        spoken: the words and the sound of an assistant's message. sent_s: the duration of the sound that has left.
+        spoken: the words and the sound of an assistant's message.
+        sent_ms: the exact duration of the sound that has left, in milliseconds.
         nbytes: the bytes of the recordings and, in UTF-8, of all text but the identifier, which is short. ``measure``
             and ``grow`` keep it up to date.
         tally: of the conversation that the entry is in; None: it is in none.
@@ -59,7 +61,7 @@ class Entry:
         self.item, self.recordings = item, recordings or {}
         self.words_known = trio.Event()
         self.error: OmniError | None = None
-        self.spoken, self.sent_s = SpokenAnswer(), 0.0
+        self.spoken, self.sent_ms = SpokenAnswer(), Fraction(0)
         self.tally: Tally | None = None
         self.nbytes = self._measured()
         if not self.recordings:
@@ -279,8 +281,8 @@ class Conversation:
         entry = self.find(id)
         if not entry.is_spoken:
             raise bad_request("item_id: only a spoken answer can be truncated", "item_id")
-        if audio_end_ms > 1000 * entry.sent_s:
-            message = f"audio_end_ms: the answer has {1000 * entry.sent_s:.0f} ms of sound"
+        if audio_end_ms > entry.sent_ms:
+            message = f"audio_end_ms: the answer has {int(entry.sent_ms)} ms of sound"
             raise bad_request(message, "audio_end_ms")
         return entry
 

@@ -236,7 +236,7 @@ class Response:
                     duration_s = len(piece) / rate
                     now = trio.current_time()
                     playback = playback or speech.open(self.pacer.unplayed_s(now))
-                    self._events.sound(piece, duration_s)
+                    self._events.sound(piece, rate)
                     self.pacer.sent(now, duration_s)
                     speech.feed(playback, duration_s)
         finally:

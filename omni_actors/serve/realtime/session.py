@@ -28,7 +28,7 @@ from omni_actors.serve.media.base64_data import from_base64
 from omni_actors.serve.realtime import events
 from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, to_wire, updated
 from omni_actors.serve.realtime.conversation import Conversation, Entry, call_of
-from omni_actors.serve.realtime.input_audio import InputAudio, Recording
+from omni_actors.serve.realtime.input_audio import InputAudio, Recording, recording_of
 from omni_actors.serve.realtime.items import (
     FunctionCall,
     FunctionCallOutput,
@@ -336,9 +336,9 @@ class Session:
             if part.type == "input_audio" and part.audio is not None:
                 self._require_hearing()
                 place = f"item.content[{index}].audio"
-                single = InputAudio(self._limits.longest_turn_s)
-                single.append(await from_base64(part.audio, place), self._config.audio.input.format)
-                found[index] = single.recording(self._config.audio.input.format)
+                data = await from_base64(part.audio, place)
+                format, most_s = self._config.audio.input.format, self._limits.longest_turn_s
+                found[index] = recording_of(data, format, most_s, place)
             part.audio = None
         return found
 

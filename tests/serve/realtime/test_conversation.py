@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
+from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.config import PCMU, ResponseParams, SessionConfig
 from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages
@@ -127,6 +129,25 @@ async def test_a_response_leaves_out_the_calls_that_are_not_finished_when_it_beg
     entries[2].item.status = "completed"
     messages, _ = await chat_messages(response.entries, "", transcribed=True)
     assert [message["tool_calls"][0]["id"] for message in messages] == ["of_whole"]
+
+
+@pytest.mark.parametrize(
+    ("status", "kept"),
+    [("completed", "in the"), ("incomplete", "in the"), ("cancelled", "nine"), ("failed", "nine")],
+)
+def test_the_words_of_an_answer_fill_its_sound_unless_it_was_broken_off(status: str, kept: str) -> None:
+    """Nearly all of 1 s is heard. At a usual pace, the words would take 2 s."""
+    conversation = Conversation(max_items=4, max_bytes=1000)
+    outbox: Any = SimpleNamespace(post=lambda *_, **fields: None)
+    events = ResponseEvents(outbox, conversation, {}, is_spoken=True)
+    events.text("The ferry leaves at nine and arrives at noon in the")
+    events.computed(AudioChunk(np.full(24_000, 0.1, np.float32), 24_000), None)
+    events.sound(bytes(48_000), 48_000)
+    events.end(status, None, None)
+    assert events.message is not None
+    conversation.truncate(events.message.item.id, 999)
+    assert isinstance(events.message.item, Message)
+    assert (events.message.item.content[0].transcript or "").endswith(kept)
 
 
 def test_an_answer_that_is_cut_before_its_first_sound_keeps_no_word() -> None:

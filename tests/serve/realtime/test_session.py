@@ -182,8 +182,11 @@ def test_recordings_come_as_items_too_and_a_response_may_refer_to_them(talk: Ses
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == "0.5 s at 24000 Hz\nand more" * 3
     talk.send("conversation.item.retrieve", item_id=item["id"])
     assert talk.receive()["item"]["content"][0] == {**parts[0], "transcript": "0.5 s at 24000 Hz"}
-    short = {"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": sound(0.05)}]}
-    assert talk.error("conversation.item.create", item=short)["code"] == "input_audio_buffer_commit_empty"
+    for seconds in (0.0, 0.05):
+        refused = {"type": "message", "role": "user", "content": [parts[1], {"type": "input_audio"}]}
+        refused["content"][1]["audio"] = sound(seconds)
+        error = talk.error("conversation.item.create", item=refused)
+        assert (error["code"], error["param"]) == ("invalid_value", "item.content[1].audio")
     wrong = {"type": "message", "role": "assistant", "content": parts}
     assert talk.error("conversation.item.create", item=wrong)["param"] == "item.content[0].type"
     system = {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "Be brief."}]}
@@ -239,6 +242,33 @@ def test_sound_leaves_little_ahead_of_the_player_when_answers_follow_each_other(
         assert talk.respond()[-1]["response"]["status"] == "completed"
         talk.ask("word " * 6)
     assert time.monotonic() - began >= 2 * 1.8 - 2.0 - 0.2
+
+
+@pytest.mark.parametrize(("law", "rate"), [("audio/pcm", PCM_S), ("audio/pcmu", 8000)])
+def test_an_answer_may_be_truncated_at_its_exact_end(talk: Session, law: str, rate: int) -> None:
+    format = {"type": law, **({"rate": 24000} if law == "audio/pcm" else {})}
+    talk.send("session.update", session={"audio": {"output": {"format": format}}})
+    talk.until("session.updated")
+    for words in range(1, 7):
+        talk.ask("word " * words)
+        pieces = [event for event in talk.respond() if event["type"] == "response.output_audio.delta"]
+        end_ms = sum(len(base64.b64decode(piece["delta"])) for piece in pieces) * 1000 // rate
+        place = {"item_id": pieces[0]["item_id"], "content_index": 0}
+        assert talk.error("conversation.item.truncate", **place, audio_end_ms=end_ms + 1)["param"] == "audio_end_ms"
+        talk.send("conversation.item.truncate", **place, audio_end_ms=end_ms)
+        assert talk.receive()["type"] == "conversation.item.truncated"
+
+
+def test_an_item_that_is_deleted_while_it_is_spoken_is_not_done(talk: Session) -> None:
+    talk.ask("word " * 50)
+    talk.send("response.create")
+    item_id = talk.until("response.output_audio.delta")[-1]["item_id"]
+    talk.send("conversation.item.delete", item_id=item_id)
+    talk.send("response.cancel")
+    order = names(talk.until("response.done"))
+    assert "conversation.item.deleted" in order
+    assert "conversation.item.done" not in order
+    assert order[-2:] == ["response.output_item.done", "response.done"]
 
 
 def test_a_truncation_that_is_refused_leaves_the_answer_running(talk: Session) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.config import PCM, PCMA, PCMU, AudioFormat
-from omni_actors.serve.realtime.input_audio import InputAudio
+from omni_actors.serve.realtime.input_audio import InputAudio, recording_of
 from omni_actors.serve.realtime.pacer import Pacer
 from omni_actors.serve.realtime.sound import SoundDecoder, SoundEncoder, bytes_per_s, decode, encode
 
@@ -82,6 +82,16 @@ def test_a_buffer_takes_pieces_of_any_size(format: AudioFormat, sizes: list[int]
     assert sound.startswith(recording.data)
     assert at - len(recording.data) == (at % 2 if isinstance(format, PCM) else 0)
     assert buffer.nbytes == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_recording_of_an_item_has_bounds_and_its_error_names_the_place(format: AudioFormat) -> None:
+    second = bytes(bytes_per_s(format))
+    assert recording_of(second + b"\0", format, 1.001, "here").duration_s == pytest.approx(1.0, abs=0.001)
+    for data in (b"", second[: len(second) // 11], second * 2):
+        with pytest.raises(HTTPError, match=r"here: .* ms of sound; accepted: 100 to 1001 ms") as refused:
+            recording_of(data, format, 1.001, "here")
+        assert (refused.value.code, refused.value.param) == ("invalid_value", "here")
 
 
 def test_a_buffer_is_bounded() -> None:
