@@ -8,6 +8,7 @@ Rules
 3. A conversation that is too long for the model loses its older half and is tried again, unless the session's
    ``truncation`` is "disabled". Messages of the system stay. Nothing has been sent by then.
 4. ``cancel`` ends the requests in every stage at once. Sound that has not left is dropped.
+5. Text is read and sent at once, unless ``QUEUED_CHUNKS`` chunks of sound that may not leave yet are before it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from omni_actors.serve.routes.chat_answer import Calls
 DELTA_S = 0.2
 """The longest sound of one event."""
 QUEUED_CHUNKS = 256
-"""How many chunks of sound may be computed before they may leave."""
+"""How many chunks of sound may be read before they may leave (rule 5)."""
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
@@ -164,7 +165,7 @@ class Response:
         while True:
             generation = await self._begin(entries)
             try:
-                async for output in generation:
+                while (output := await self._pipeline.next_output(generation)) is not None:
                     await self._outbox.wait_room()
                     self._finish_reason = output.data.get("finish_reason", self._finish_reason)
                     if "completion_tokens" in output.data:
@@ -210,7 +211,7 @@ class Response:
             return
         generation = self._pipeline.speak(_chained(first, parts), self._settings)
         try:
-            async for output in generation:
+            while (output := await self._pipeline.next_output(generation)) is not None:
                 if isinstance(output.delta, AudioChunk):
                     await self._add_sound(output, queue)
         finally:

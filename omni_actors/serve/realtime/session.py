@@ -87,7 +87,7 @@ class Session:
     ) -> None:
         self._websocket, self._limits, self._params, self._draining = websocket, limits, params, draining
         self.id = new_id("sess")
-        self._pipeline = SessionPipeline(system, self.id)
+        self._pipeline = SessionPipeline(system, self.id, limits.duration_s)
         self._config = SessionConfig(
             type="realtime", model=model, output_modalities=["audio" if self._pipeline.speaks else "text"]
         )
