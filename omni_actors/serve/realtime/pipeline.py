@@ -70,8 +70,8 @@ class SessionPipeline:
     async def next_output(self, generation: Generation) -> Output | None:
         """Return the next output of a response's request; None: there is no more.
 
-        A spoken answer is read at the pace of speech, so its deadline is the session's end: ``limits.deadline_s`` bounds
-        each wait for the pipeline here. Raises OmniError: DeadlineExceeded is one.
+        A spoken answer is read at the pace of speech. So its deadline is the end of the session, and
+        ``limits.deadline_s`` bounds each wait for the pipeline here. Raises OmniError: DeadlineExceeded is one.
         """
         longest_s = self.system.pipeline.limits.deadline_s
         with trio.move_on_after(longest_s) as wait:

@@ -27,7 +27,11 @@ limits: {deadline_s: 0.5}
 stages:
   mind: {engine: echo, accepts: [messages], emits: text}
   mouth:
-    {engine: "tests.support.served_engines:Speaker", accepts: [script], inputs: [mind], emits: audio, replicas: REPLICAS}
+    replicas: REPLICAS
+    engine: "tests.support.served_engines:Speaker"
+    accepts: [script]
+    inputs: [mind]
+    emits: audio
 """
 
 
