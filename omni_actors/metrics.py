@@ -37,9 +37,12 @@ class SpokenStreams:
             "omni_speech_gap_seconds", "Duration of each of these gaps", buckets=GAP_BUCKETS, registry=registry
         )
 
-    def open(self) -> Playback:
-        """Return the player of a new stream. It counts as open until ``close``, or until nothing refers to it."""
-        playback = Playback()
+    def open(self, ahead_s: float = 0.0) -> Playback:
+        """Return the player of a new stream. It counts as open until ``close``, or until nothing refers to it.
+
+        ahead_s: the sound of an earlier stream that the player has not played yet.
+        """
+        playback = Playback(ends=time.monotonic() + ahead_s if ahead_s else None)
         self._open.add(playback)
         return playback
 

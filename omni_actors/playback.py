@@ -20,11 +20,13 @@ class Playback:
 
     Args:
         budget_s: See rule 1.
+        ends: When the player will have played what it has from an earlier stream, behind which it plays this one. None:
+            it has nothing.
     """
 
-    def __init__(self, budget_s: float = BUDGET_S) -> None:
+    def __init__(self, budget_s: float = BUDGET_S, *, ends: float | None = None) -> None:
         self._budget_s = budget_s
-        self._ends: float | None = None
+        self._ends = ends
         """When the player will have played everything that it has; None before the first sound."""
         self.underruns = 0
         """How often the player had nothing to play, and more sound came later."""
@@ -52,6 +54,11 @@ class Playback:
             self._ends = begins
         self._ends += duration_s
         return gap_s
+
+    @property
+    def ends(self) -> float | None:
+        """When the player will have played everything that it has; None before the first sound."""
+        return self._ends
 
     def ahead_s(self, now: float) -> float:
         """Return the sound that the player has and has not played yet, in seconds.

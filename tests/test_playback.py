@@ -43,6 +43,13 @@ def test_late_sound_is_a_gap_after_which_the_player_collects_again() -> None:
     assert playback.silence_s == pytest.approx(0.5)
 
 
+def test_a_stream_is_played_behind_the_one_before() -> None:
+    playback = Playback(ends=11.0)
+    assert playback.ahead_s(10.0) == 1.0
+    assert playback.feed(10.0, 0.5) == 0.0, "played until 11.5"
+    assert playback.feed(12.0, 0.5) == pytest.approx(0.5 + BUDGET_S)
+
+
 def test_an_interruption_is_no_gap() -> None:
     playback = Playback()
     playback.feed(0.0, 0.5)

@@ -76,6 +76,11 @@ class Detector:
         """How far the speech in progress goes: ``position_ms``, or where the pause began that may be its end."""
         return self.position_ms if self._pause is None else self._pause * _WINDOW_MS
 
+    @property
+    def waits_from_ms(self) -> int | None:
+        """Where the wait begins that ``idle_timeout_ms`` ends, see ``expect_speech``; None: nothing is waited for."""
+        return None if self._idle_ms is None else self._idle_from_ms
+
     def feed(self, samples: np.ndarray[Any, np.dtype[np.float32]]) -> list[Event]:
         """Take the next sound of the stream, and return what was found in it.
 

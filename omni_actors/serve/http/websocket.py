@@ -205,6 +205,7 @@ class WebSocket:
         self._set_ended()
 
     async def _handle(self, event: events.Event) -> None:
+        """Do what an event asks. Raises OSError: the WebSocket has ended, and what follows is not for wsproto."""
         match event:
             case events.Message():
                 await self._collect(event)
@@ -214,6 +215,7 @@ class WebSocket:
                 self._last = {"type": "websocket.disconnect", "code": int(code), "reason": reason or ""}
                 await self._write(event.response())
                 await self._ended.wait()
+                raise BrokenPipeError("the WebSocket has ended")
 
     async def _collect(self, event: events.Message[Any]) -> None:
         """Add a part of a message, and give a complete message to the application. Raises OSError: it is too large."""

@@ -9,12 +9,15 @@ Rules
 3. Where the pipeline has a transcriber, the words of a recording stand for it. A recording whose transcript failed is
    left out, and the rest of its item is not.
 4. An output of a function needs its call: without it, the client's item is refused. If the call is not a part of a
-   request, the output is not either.
+   request, the output is not either. A call whose arguments are no JSON object within the bounds of
+   ``arguments_object`` is a part of no request; a model may write such ones. Nor is an unfinished call (``Response``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import trio
@@ -23,7 +26,7 @@ from omni_actors.errors import OmniError
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.api.tools import FunctionCall as ChatFunctionCall
 from omni_actors.serve.api.tools import ToolCall, arguments_object
-from omni_actors.serve.http.errors import bad_request, quote_value
+from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
 from omni_actors.serve.media.base64_data import to_base64
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Item, Message, wire
@@ -47,7 +50,8 @@ class Entry:
         recordings: of a user's message, by the index of its part.
         words_known: set when every recording has a transcript, or ``error``.
         error: why a recording has no transcript. Other recordings of the item may have one.
-        spoken: the words and the sound of an assistant's message. sent_s: the duration of the sound that has left.
+        spoken: the words and the sound of an assistant's message.
+        sent_ms: the exact duration of the sound that has left, in milliseconds.
         nbytes: the bytes of the recordings and, in UTF-8, of all text but the identifier, which is short. ``measure``
             and ``grow`` keep it up to date.
         tally: of the conversation that the entry is in; None: it is in none.
@@ -57,7 +61,7 @@ class Entry:
         self.item, self.recordings = item, recordings or {}
         self.words_known = trio.Event()
         self.error: OmniError | None = None
-        self.spoken, self.sent_s = SpokenAnswer(), 0.0
+        self.spoken, self.sent_ms = SpokenAnswer(), Fraction(0)
         self.tally: Tally | None = None
         self.nbytes = self._measured()
         if not self.recordings:
@@ -66,6 +70,16 @@ class Entry:
     @property
     def is_from_system(self) -> bool:
         return isinstance(self.item, Message) and self.item.role == "system"
+
+    @property
+    def has_words_of_user(self) -> bool:
+        item = self.item
+        return isinstance(item, Message) and item.role == "user" and any(part.words for part in item.content)
+
+    @property
+    def is_unfinished_call(self) -> bool:
+        """Whether it is a call of a function whose arguments are being written, or were cut."""
+        return isinstance(self.item, FunctionCall) and self.item.status != "completed"
 
     def expect_words(self) -> None:
         """Say that the transcripts are being made, for the first time or again after an error."""
@@ -267,8 +281,8 @@ class Conversation:
         entry = self.find(id)
         if not entry.is_spoken:
             raise bad_request("item_id: only a spoken answer can be truncated", "item_id")
-        if audio_end_ms > 1000 * entry.sent_s:
-            message = f"audio_end_ms: the answer has {1000 * entry.sent_s:.0f} ms of sound"
+        if audio_end_ms > entry.sent_ms:
+            message = f"audio_end_ms: the answer has {int(entry.sent_ms)} ms of sound"
             raise bad_request(message, "audio_end_ms")
         return entry
 
@@ -302,29 +316,37 @@ async def chat_messages(
 ) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
     """Return the messages of a conversation, and its recordings, to which the messages refer by index.
 
-    transcribed: whether the pipeline has a transcriber (rule 3). The words are known then, or their error is.
+    entries: without unfinished calls. transcribed: whether the pipeline has a transcriber (rule 3). The words are known
+    then, or their error is.
 
     If there is nothing to answer, as before the first turn of a session without instructions, the model is asked for a
     greeting. There is a checkpoint after each recording and each call, because there may be many.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     clips: list[AudioChunk] = []
-    items = [entry.item for entry in entries]
-    calls = {item.call_id for item in items if isinstance(item, FunctionCall) and item.status != "incomplete"}
+    calls = await _calls(entries)
+    call_ids = {entry.call_id for entry in calls}
     for entry in entries:
         match entry.item:
             case Message() as item:
                 if content := await _content(entry, item, clips, transcribed=transcribed):
                     messages.append({"role": item.role, "content": content})
-            case FunctionCall(call_id=id) | FunctionCallOutput(call_id=id) if id not in calls:
-                pass  # the arguments of the call were cut, or the call is not there (rule 4)
-            case FunctionCall() as item:
-                arguments = await arguments_object(call_of(item), "arguments")
-                call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
-                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            case FunctionCallOutput() as item:
+            case FunctionCall() if entry in calls:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [calls[entry]]})
+            case FunctionCallOutput() as item if item.call_id in call_ids:
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
     return messages or [{"role": "system", "content": GREETING}], clips
+
+
+async def _calls(entries: Sequence[Entry]) -> dict[Entry, dict[str, Any]]:
+    """Return the calls that a request can have (rule 4), as the pipeline takes them."""
+    found: dict[Entry, dict[str, Any]] = {}
+    for entry in entries:
+        if isinstance(item := entry.item, FunctionCall):
+            with suppress(HTTPError):
+                function = {"name": item.name, "arguments": await arguments_object(call_of(item), "arguments")}
+                found[entry] = {"id": item.call_id, "type": "function", "function": function}
+    return found
 
 
 def call_of(item: FunctionCall) -> ToolCall:

@@ -10,7 +10,7 @@ from omni_actors.serve.realtime.config import AudioFormat
 from omni_actors.serve.realtime.sound import bytes_per_s, decode, frame_bytes, rate_of
 
 SHORTEST_MS = 100
-"""OpenAI's own limit of a commit."""
+"""The shortest recording: OpenAI's own limit of a commit."""
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -26,6 +26,24 @@ class Recording(msgspec.Struct, frozen=True):
     def clip(self) -> AudioChunk:
         """Return the samples, as the pipeline takes them."""
         return AudioChunk(decode(self.data, self.format), rate_of(self.format))
+
+
+def recording_of(data: bytes, format: AudioFormat, most_s: float, place: str) -> Recording:
+    """Return the recording that a client's item has.
+
+    Args:
+        data: the sound. The last frame may be cut, and is left out then.
+        format: of the sound.
+        most_s: the longest recording, in seconds.
+        place: the client's name of the sound.
+
+    Raises HTTPError: it is too short or too long.
+    """
+    recording = Recording(data[: len(data) - len(data) % frame_bytes(format)], format)
+    if not SHORTEST_MS <= 1000 * recording.duration_s <= 1000 * most_s:
+        found = f"{1000 * recording.duration_s:.0f} ms of sound"
+        raise bad_request(f"{place}: {found}; accepted: {SHORTEST_MS} to {1000 * most_s:.0f} ms", place)
+    return recording
 
 
 class InputAudio:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import trio
 
-from omni_actors.errors import InvalidRequest, OmniError
+from omni_actors.errors import DeadlineExceeded, InvalidRequest, OmniError
 from omni_actors.generation import Generation
-from omni_actors.outputs import AudioChunk
+from omni_actors.outputs import AudioChunk, Output
 from omni_actors.serve.api.schemas import takes_parameter
 from omni_actors.system import OmniSystem
 
@@ -29,6 +29,7 @@ class SessionPipeline:
     Args:
         system: the running pipeline.
         session: the name by which the session's requests prefer one replica of each stage.
+        longest_s: how long the session lasts at most, in seconds.
 
     Attributes:
         hears: whether it takes recordings.
@@ -37,8 +38,8 @@ class SessionPipeline:
         transcribes: whether a stage writes the words of recordings. Other pipelines that hear are asked for the words.
     """
 
-    def __init__(self, system: OmniSystem, session: str) -> None:
-        self.system, self._session = system, session
+    def __init__(self, system: OmniSystem, session: str, longest_s: float) -> None:
+        self.system, self._session, self._longest_s = system, session, longest_s
         stages = system.pipeline.stages.values()
         self.hears = any("audio" in stage.accepts for stage in stages)
         self.speaks = any(stage.emits == "audio" for stage in stages)
@@ -46,24 +47,38 @@ class SessionPipeline:
         self.transcribes = self.hears and any(stage.emits == "transcript" for stage in stages)
 
     def generate(self, messages: Sequence[Any], clips: Sequence[AudioChunk], settings: ResponseSettings) -> Generation:
-        """Submit a conversation. Raises OmniError."""
+        """Submit a conversation. Read it with ``next_output``. Raises OmniError."""
         spoken = settings.is_spoken and not settings.speaks_apart
         generation: Generation = self.system.generate(
             messages,
             multi_modal_data={"audio": list(clips)} if clips else None,
             modalities=("text", "audio") if spoken else ("text",),
             session=self._session,
+            deadline_s=self._longest_s if settings.is_spoken else None,
             **settings.params,
         )
         generation.played_at = None  # sound leaves at the pace of speech
         return generation
 
     def speak(self, script: AsyncIterator[str], settings: ResponseSettings) -> Generation:
-        """Submit a text to speak. Raises OmniError."""
-        terms: dict[str, Any] = {"modalities": ("audio",), "session": self._session}
+        """Submit a text to speak. Read it with ``next_output``. Raises OmniError."""
+        terms: dict[str, Any] = {"modalities": ("audio",), "session": self._session, "deadline_s": self._longest_s}
         generation: Generation = self.system.generate(script=script, **terms, **settings.speech)
         generation.played_at = None
         return generation
+
+    async def next_output(self, generation: Generation) -> Output | None:
+        """Return the next output of a response's request; None: there is no more.
+
+        A spoken answer is read at the pace of speech. So its deadline is the end of the session, and
+        ``limits.deadline_s`` bounds each wait for the pipeline here. Raises OmniError: DeadlineExceeded is one.
+        """
+        longest_s = self.system.pipeline.limits.deadline_s
+        with trio.move_on_after(longest_s) as wait:
+            output = await anext(generation, None)
+        if wait.cancelled_caught:
+            raise DeadlineExceeded(longest_s)
+        return output
 
     async def check_language(self, language: str) -> None:
         """Refuse a language that the transcriber does not know. Raises InvalidRequest.

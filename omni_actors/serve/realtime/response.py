@@ -8,6 +8,7 @@ Rules
 3. A conversation that is too long for the model loses its older half and is tried again, unless the session's
    ``truncation`` is "disabled". Messages of the system stay. Nothing has been sent by then.
 4. ``cancel`` ends the requests in every stage at once. Sound that has not left is dropped.
+5. Text is read and sent at once, unless ``QUEUED_CHUNKS`` chunks of sound that may not leave yet are before it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from omni_actors.serve.routes.chat_answer import Calls
 DELTA_S = 0.2
 """The longest sound of one event."""
 QUEUED_CHUNKS = 256
-"""How many chunks of sound may be computed before they may leave."""
+"""How many chunks of sound may be read before they may leave (rule 5)."""
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
@@ -48,6 +49,7 @@ class Response:
         conversation: receives the items; None if the response is out of the conversation.
         settings: what the response is asked to be.
         entries: its input.
+        player_ends: when the client will have played the answers before; None: it has none of them.
     """
 
     def __init__(
@@ -58,15 +60,17 @@ class Response:
         *,
         settings: ResponseSettings,
         entries: Sequence[Entry],
+        player_ends: float | None = None,
     ) -> None:
         self._pipeline, self._outbox, self._settings = pipeline, outbox, settings
         self.is_apart = conversation is None
         """Whether it is out of the conversation."""
-        self.entries = list(entries)
-        """The input."""
+        self.entries = [entry for entry in entries if not entry.is_unfinished_call]
+        """The input. A call whose arguments are being written stays out, also if it is finished meanwhile."""
         self._events = ResponseEvents(outbox, conversation, settings.head, is_spoken=settings.is_spoken)
         self._calls = Calls(settings.body)
-        self._encoder, self.pacer = SoundEncoder(settings.config.audio.output.format), Pacer()
+        self._encoder = SoundEncoder(settings.config.audio.output.format)
+        self.pacer = Pacer(ends=player_ends)
         self._scope = trio.CancelScope()
         self._reason: CancelReason | None = None
         self._failure: OmniError | HTTPError | None = None
@@ -146,13 +150,14 @@ class Response:
     async def _wait_words(self) -> None:
         """Wait for the words of the recordings.
 
-        Raises OmniError: there are none of the latest recording, which the answer would be about.
+        Raises OmniError: there are none of the recording that the answer would be about, because the user has said
+        nothing after it.
         """
         for entry in self.entries:
             await entry.words_known.wait()
-        recorded = [entry for entry in self.entries if entry.recordings]
-        if recorded and (error := recorded[-1].error) is not None:
-            raise error
+        said = next((entry for entry in reversed(self.entries) if entry.recordings or entry.has_words_of_user), None)
+        if said is not None and said.error is not None:
+            raise said.error
 
     async def _read(self, queue: trio.MemorySendChannel[bytes], script: trio.MemorySendChannel[str] | None) -> None:
         """Read the answer of the model. script: receives the text to speak, if a request of its own speaks it."""
@@ -160,7 +165,7 @@ class Response:
         while True:
             generation = await self._begin(entries)
             try:
-                async for output in generation:
+                while (output := await self._pipeline.next_output(generation)) is not None:
                     await self._outbox.wait_room()
                     self._finish_reason = output.data.get("finish_reason", self._finish_reason)
                     if "completion_tokens" in output.data:
@@ -206,7 +211,7 @@ class Response:
             return
         generation = self._pipeline.speak(_chained(first, parts), self._settings)
         try:
-            async for output in generation:
+            while (output := await self._pipeline.next_output(generation)) is not None:
                 if isinstance(output.delta, AudioChunk):
                     await self._add_sound(output, queue)
         finally:
@@ -230,9 +235,10 @@ class Response:
                     await trio.sleep(self.pacer.wait_s(trio.current_time()))
                     await self._outbox.wait_room()
                     duration_s = len(piece) / rate
-                    self._events.sound(piece, duration_s)
-                    self.pacer.sent(trio.current_time(), duration_s)
-                    playback = playback or speech.open()
+                    now = trio.current_time()
+                    playback = playback or speech.open(self.pacer.unplayed_s(now))
+                    self._events.sound(piece, rate)
+                    self.pacer.sent(now, duration_s)
                     speech.feed(playback, duration_s)
         finally:
             if playback is not None:

@@ -20,6 +20,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from omni_actors.outputs import AudioChunk
@@ -69,10 +70,10 @@ class ResponseEvents:
         """Note sound that may leave later. sentence: the text of the sentence that begins with it, if it is known."""
         self._begun_message()[0].spoken.add_sound(chunk.samples, chunk.sample_rate, sentence)
 
-    def sound(self, data: bytes, duration_s: float) -> None:
+    def sound(self, data: bytes, bytes_per_s: int) -> None:
         """Send sound of the spoken answer, in its format."""
         entry, _ = self._begun_message()
-        entry.sent_s += duration_s
+        entry.sent_ms += Fraction(1000 * len(data), bytes_per_s)
         self._post("output_audio.delta", entry, content_index=0, delta=to_base64(data))
 
     def call(self, found: Mapping[str, Any]) -> None:
@@ -105,13 +106,13 @@ class ResponseEvents:
         item_status: Status = "completed" if status == "completed" else "incomplete"
         self.end_call(item_status)
         if self.message is not None:
+            if status in ("completed", "incomplete"):  # else sound is missing that the words would have had
+                self.message.spoken.finish()
             self._end_message(self.message, item_status)
         self._outbox.post("response.done", response=self._response(status, details, usage))
 
     def _end_message(self, entry: Entry, status: Status) -> None:
         _, part = self._begun_message()
-        if status == "completed":
-            entry.spoken.finish()
         at = {"content_index": 0}
         if self._is_spoken:
             self._post("output_audio.done", entry, **at)
@@ -146,7 +147,7 @@ class ResponseEvents:
 
     def _done(self, entry: Entry, status: Status) -> None:
         entry.item.status = status
-        if self._conversation is not None:
+        if self._conversation is not None and entry in self._conversation.entries:  # the client may have deleted it
             before = self._conversation.before(entry)
             self._outbox.post("conversation.item.done", previous_item_id=before, item=wire(entry.item))
         self._outbox.post("response.output_item.done", **self._place(entry), item=wire(entry.item))

@@ -28,7 +28,7 @@ from omni_actors.serve.media.base64_data import from_base64
 from omni_actors.serve.realtime import events
 from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, to_wire, updated
 from omni_actors.serve.realtime.conversation import Conversation, Entry, call_of
-from omni_actors.serve.realtime.input_audio import InputAudio, Recording
+from omni_actors.serve.realtime.input_audio import InputAudio, Recording, recording_of
 from omni_actors.serve.realtime.items import (
     FunctionCall,
     FunctionCallOutput,
@@ -46,7 +46,7 @@ from omni_actors.serve.realtime.response import Response
 from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.session_responses import SessionResponses
 from omni_actors.serve.realtime.transcribing import Transcriber, may_succeed
-from omni_actors.serve.realtime.turn_taking import TurnTaking, can_detect, open_turn_taking
+from omni_actors.serve.realtime.turn_taking import TurnItem, TurnTaking, can_detect, open_turn_taking
 from omni_actors.system import OmniSystem
 
 NORMAL_CLOSURE, GOING_AWAY, UNSUPPORTED_DATA = 1000, 1001, 1003
@@ -87,7 +87,7 @@ class Session:
     ) -> None:
         self._websocket, self._limits, self._params, self._draining = websocket, limits, params, draining
         self.id = new_id("sess")
-        self._pipeline = SessionPipeline(system, self.id)
+        self._pipeline = SessionPipeline(system, self.id, limits.duration_s)
         self._config = SessionConfig(
             type="realtime", model=model, output_modalities=["audio" if self._pipeline.speaks else "text"]
         )
@@ -97,6 +97,7 @@ class Session:
         self._input = InputAudio(limits.longest_turn_s)
         self._transcriber = Transcriber(self._pipeline, self._outbox, limits.max_bytes)
         self._responses = SessionResponses(self._pipeline, self._outbox, self._conversation)
+        self._turn_item = TurnItem()
         self._turns: TurnTaking | None = None
         """Finds the turns of the user; None if the client marks them."""
         self._nursery: trio.Nursery | None = None
@@ -168,12 +169,10 @@ class Session:
             case events.InputAudioAppend(audio=audio):
                 await self._take_sound(await from_base64(audio, "audio"))
             case events.InputAudioCommit():
-                self.commit_turn(None, new_id("item") if self._turns is None else self._turns.item_id)
-                if self._turns is not None:
-                    self._turns.reset()
+                self.commit_turn(None, self._turn_item.id)
+                self._forget_turn()
             case events.InputAudioClear():
-                if self._turns is not None:
-                    self._turns.reset()
+                self._forget_turn()
                 self._input.clear(self._config.audio.input.format)
                 self._outbox.post("input_audio_buffer.cleared")
             case events.ItemCreate(item=item, previous_item_id=after):
@@ -246,7 +245,13 @@ class Session:
         elif (detection, asked.format) != (before.turn_detection, before.format):
             self._require_hearing()
             self._turns = await open_turn_taking(
-                detection, self, self._input, format=asked.format, outbox=self._outbox, before=self._turns
+                detection,
+                self,
+                self._input,
+                self._turn_item,
+                format=asked.format,
+                outbox=self._outbox,
+                before=self._turns,
             )
         self._config = config
 
@@ -262,6 +267,12 @@ class Session:
             self._input.append(data, self._config.audio.input.format)
         else:
             await self._turns.hear(data)
+
+    def _forget_turn(self) -> None:
+        """Forget the turn in progress: the client takes or drops its sound."""
+        self._turn_item.take()
+        if self._turns is not None:
+            self._turns.reset()
 
     def _require_hearing(self) -> None:
         if not self._pipeline.hears:
@@ -336,9 +347,9 @@ class Session:
             if part.type == "input_audio" and part.audio is not None:
                 self._require_hearing()
                 place = f"item.content[{index}].audio"
-                single = InputAudio(self._limits.longest_turn_s)
-                single.append(await from_base64(part.audio, place), self._config.audio.input.format)
-                found[index] = single.recording(self._config.audio.input.format)
+                data = await from_base64(part.audio, place)
+                format, most_s = self._config.audio.input.format, self._limits.longest_turn_s
+                found[index] = recording_of(data, format, most_s, place)
             part.audio = None
         return found
 
@@ -374,4 +385,4 @@ class Session:
     async def _run_response(self, response: Response) -> None:
         await self._responses.run(response)
         if self._turns is not None and not response.is_apart:
-            self._turns.expect_speech(self._responses.unplayed_s(response))
+            self._turns.expect_speech(self._responses.unplayed_s())

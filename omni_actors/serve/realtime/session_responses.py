@@ -4,8 +4,9 @@ Rules
 1. There is one response of the conversation at a time. Beside it run at most ``MOST_APART`` responses that are out of
    the conversation. They are no part of turn taking: speech does not cut them, and they keep no turn from an answer.
 2. A response is cut in ``_cut`` alone. What follows in the conversation comes after its last events.
-3. The newest response of the conversation may be played at the client after its end: ``pacer`` says what was played.
-   It counts as not playing when speech or the client has stopped it. So speech never restores words that were dropped.
+3. Responses of the conversation may be played at the client after their end, one after the other: ``pacer`` says what
+   was played of each. A response counts as not playing when its sound is over, or speech or the client has stopped it.
+   So speech never restores words that were dropped.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class SessionResponses:
         self._pipeline, self._outbox, self._conversation = pipeline, outbox, conversation
         self._conversation_id = new_id("conv")
         self.current: Response | None = None
-        self._playing: Response | None = None
-        """The newest response of the conversation, unless speech or the client has stopped it (rule 3)."""
+        self._playing: list[Response] = []
+        """The responses of the conversation that may be played, in order: of those that have ended, all whose sound was
+        not over when the newest one began (rule 3)."""
         self._latest_id: str | None = None
         """The identifier of the newest response of the conversation."""
         self._apart: dict[str, Response] = {}
@@ -72,11 +74,19 @@ class SessionResponses:
                 self._outbox.post("conversation.item.deleted", item_id=id)
         entries = self._conversation.entries if given is None else given
         conversation = None if is_apart else self._conversation
-        response = Response(self._pipeline, self._outbox, conversation, settings=settings, entries=entries)
+        playing = [] if is_apart else self._still_playing()
+        response = Response(
+            self._pipeline,
+            self._outbox,
+            conversation,
+            settings=settings,
+            entries=entries,
+            player_ends=playing[-1].pacer.ends if playing else None,
+        )
         if is_apart:
             self._apart[response.id] = response
         else:
-            self.current = self._playing = response
+            self.current, self._playing = response, [*playing, response]
             self._latest_id = response.id
         return response
 
@@ -91,13 +101,17 @@ class SessionResponses:
 
     def is_playing(self) -> bool:
         """Return whether an answer is computed or, as far as the server knows, played."""
-        if self.current is not None:
-            return True
-        return self._playing is not None and self.unplayed_s(self._playing) > 0
+        return self.current is not None or self.unplayed_s() > 0
 
-    def unplayed_s(self, response: Response) -> float:
-        """Return how long a response of the conversation will be played, as far as the server knows."""
-        return response.pacer.unplayed_s(trio.current_time()) if response is self._playing else 0.0
+    def unplayed_s(self) -> float:
+        """Return how long answers of the conversation will be played, as far as the server knows."""
+        now = trio.current_time()
+        return max((each.pacer.unplayed_s(now) for each in self._playing), default=0.0)
+
+    def _still_playing(self) -> list[Response]:
+        """Return the responses that are in progress, or whose sound is not over."""
+        now = trio.current_time()
+        return [each for each in self._playing if each is self.current or each.pacer.unplayed_s(now) > 0]
 
     async def cancel(self, id: str | None) -> None:
         """End a response. id: its identifier; None: the response of the conversation. Raises HTTPError."""
@@ -108,10 +122,10 @@ class SessionResponses:
         await self._stop(found)
 
     async def clear_sound(self) -> None:
-        """Drop the sound of the newest response. It is no error if there is none left. Raises HTTPError."""
+        """Drop the sound of all responses. It is no error if there is none left. Raises HTTPError."""
         if (id := self._latest_id) is None:
             raise bad_request("there was no response, so no sound waits", None, "output_audio_buffer_empty")
-        self._playing = None
+        self._playing.clear()
         if self.current is not None:
             await self._stop(self.current)
         self._outbox.post("output_audio_buffer.cleared", response_id=id)
@@ -119,20 +133,21 @@ class SessionResponses:
     async def truncate(self, id: str, audio_end_ms: int) -> None:
         """Keep of a spoken answer what was heard in so many milliseconds. Raises HTTPError."""
         entry = self._conversation.check_truncation(id, audio_end_ms)
-        if (response := self._playing) is not None and response.message is entry:
+        for response in [each for each in self._playing if each.message is entry]:
             await self._stop(response)
         self._truncate(id, audio_end_ms)
 
     async def interrupt(self) -> None:
-        """Cut the answer because the user speaks, and keep of it what was played. Raises HTTPError."""
-        if (response := self._playing) is None:
-            return
-        played_ms = int(1000 * response.pacer.played_s(trio.current_time()))
-        if response is self.current:
-            await self._cut(response, "turn_detected")
-        entry, self._playing = response.message, None
-        if entry is not None and entry in self._conversation.entries and entry.is_spoken:
-            self._truncate(entry.item.id, played_ms)
+        """Cut the answers that play because the user speaks, and keep of each what was played. Raises HTTPError."""
+        now = trio.current_time()
+        played_ms = {each: int(1000 * each.pacer.played_s(now)) for each in self._still_playing()}
+        if self.current in played_ms:
+            await self._cut(self.current, "turn_detected")
+        self._playing.clear()
+        for response, end_ms in played_ms.items():
+            entry = response.message
+            if entry is not None and entry in self._conversation.entries and entry.is_spoken:
+                self._truncate(entry.item.id, end_ms)
 
     def _truncate(self, id: str, audio_end_ms: int) -> None:
         self._conversation.truncate(id, audio_end_ms)
@@ -164,8 +179,8 @@ class SessionResponses:
 
     async def _stop(self, response: Response) -> None:
         """Cut a response for the client, if it is in progress. From now on it counts as not playing."""
-        if response is self._playing:
-            self._playing = None
+        if response in self._playing:
+            self._playing.remove(response)
         if response in self.in_progress:
             await self._cut(response, "client_cancelled")
 

@@ -10,7 +10,9 @@ Rules
    most a second of sound at a time, so that a session which sends minutes at once does not delay the others.
 5. A turn that the conversation refuses is dropped, and answered with an ``error`` event. The sound after it counts.
 6. A thread uses the detector only while the task of ``hear`` waits for it. Other tasks leave the detector alone.
-7. When the settings change, a new ``TurnTaking`` judges what the buffer holds, so speech in progress keeps its begin.
+7. When the settings change, a new ``TurnTaking`` judges what the buffer holds, so speech in progress keeps its begin. A
+   turn that was announced keeps its item (``TurnItem``). It is a turn also if the new settings would ignore it as a
+   backchannel, and it is stopped, and makes no item, if they do not find it. The wait for speech goes on.
 """
 
 from __future__ import annotations
@@ -64,6 +66,23 @@ class TurnSession(Protocol):
         """Begin a response, unless one is in progress. Raises HTTPError."""
 
 
+class TurnItem:
+    """The item of the turn in progress, or of the next one. It outlives changes of the turn detection.
+
+    Attributes:
+        id: of the item.
+        is_announced: whether ``speech_started`` was posted for it.
+    """
+
+    def __init__(self) -> None:
+        self.id, self.is_announced = new_id("item"), False
+
+    def take(self) -> str:
+        """Return the identifier: the turn has ended. The item of the next turn has a new one."""
+        id, self.id, self.is_announced = self.id, new_id("item"), False
+        return id
+
+
 def can_detect() -> bool:
     """Return whether the libraries and the model of ``server_vad`` are installed."""
     return assets.is_ready("silero-vad") and importlib.util.find_spec("onnxruntime") is not None
@@ -73,6 +92,7 @@ async def open_turn_taking(
     settings: TurnDetection,
     session: TurnSession,
     sound: InputAudio,
+    item: TurnItem,
     *,
     format: AudioFormat,
     outbox: Outbox,
@@ -84,9 +104,10 @@ async def open_turn_taking(
         settings: of the detector.
         session: acts on the turns.
         sound: the buffer.
+        item: of the session's turns.
         format: of the buffer.
         outbox: receives the events.
-        before: what followed the sound until now, if anything did: the item of a turn in progress keeps its identifier.
+        before: what followed the sound until now, if anything did: its wait for speech goes on.
 
     The models are loaded in a thread. Raises HTTPError: one is not there.
     """
@@ -95,9 +116,9 @@ async def open_turn_taking(
     except assets.ModelNotFound as error:
         place = "session.audio.input.turn_detection"
         raise bad_request(f"{place}: {error}", place, "unsupported_parameter") from error
-    turns = TurnTaking(settings, detector, session, sound=sound, format=format, outbox=outbox)
+    turns = TurnTaking(settings, detector, session, sound=sound, item=item, format=format, outbox=outbox)
     if before is not None:
-        turns.continue_turn(before)
+        turns.continue_wait(before)
     return turns
 
 
@@ -110,11 +131,12 @@ class TurnTaking:
         detector: Detector,
         session: TurnSession,
         sound: InputAudio,
+        item: TurnItem,
         format: AudioFormat,
         outbox: Outbox,
     ) -> None:
         self._settings, self._detector, self._session = settings, detector, session
-        self._sound, self._format, self._outbox = sound, format, outbox
+        self._sound, self._item, self._format, self._outbox = sound, item, format, outbox
         self._begins_ms = sound.begins_ms
         """The position in the session's sound at which the detector's stream begins."""
         self._decoder = SoundDecoder(format, SAMPLE_RATE)
@@ -123,22 +145,22 @@ class TurnTaking:
         )
         self._held: SpeechStarted | None = None
         """A start of speech that is not announced yet (rule 1)."""
-        self._item_id = new_id("item")
-        """See ``item_id``."""
-        self._is_announced = False
-        """Whether ``speech_started`` was posted for this item."""
         self._expect_from_ms: float | None = None
         """Where in the detector's stream the wait for speech begins, until the detector knows (rule 6)."""
 
-    def continue_turn(self, before: TurnTaking) -> None:
-        """Give the turn in progress the identifier that it had before the settings changed."""
-        self._item_id, self._is_announced = before._item_id, before._is_announced
+    def continue_wait(self, before: TurnTaking) -> None:
+        """Go on with the wait for speech that has begun before the settings changed."""
+        from_ms = before._detector.waits_from_ms if before._expect_from_ms is None else before._expect_from_ms
+        if from_ms is not None:
+            self._expect_from_ms = before._begins_ms + from_ms - self._begins_ms
 
     async def hear_buffer(self) -> None:
         """Judge what the buffer held when this was made. Call it once, before ``hear``."""
         data, size = self._sound.content(), bytes_per_s(self._format)
         for at in range(0, len(data), size):
             await self._judge(data[at : at + size])
+        if self._item.is_announced and not self._detector.is_speaking:  # the new settings do not find the turn
+            self._post_stopped(self._begins_ms + self._detector.position_ms)
 
     async def hear(self, data: bytes) -> None:
         """Take the next sound of the user, and do what it asks for. Raises HTTPError: the buffer is full."""
@@ -165,18 +187,12 @@ class TurnTaking:
         if not self._detector.is_speaking:
             self._sound.forget(self._begins_ms + self._detector.position_ms - 1000 * KEPT_S, self._format)
 
-    @property
-    def item_id(self) -> str:
-        """The identifier that the item of the turn in progress, or of the next turn, will have."""
-        return self._item_id
-
     def reset(self) -> None:
-        """Forget the turn in progress: the client took or dropped its sound."""
+        """Forget the turn in progress: the client took or dropped its sound. The session takes the item."""
         self._detector.reset()
         self._barge_in.reset()
         self._decoder.forget_rest()
         self._held = None
-        self._take_id()
 
     def expect_speech(self, after_s: float) -> None:
         """Wait for the user to speak, from when an answer will have been played: in ``after_s`` seconds.
@@ -191,7 +207,7 @@ class TurnTaking:
     async def _follow(self, event: Event) -> None:
         match event:
             case SpeechStarted():
-                if not self._is_announced:  # else the buffer begins where the turn does (rule 7)
+                if not self._item.is_announced:  # else the buffer begins where the turn does (rule 7)
                     self._sound.forget(self._begins_ms + event.at_ms, self._format)
                 playing = self._session.is_playing()
                 self._held = event
@@ -208,37 +224,37 @@ class TurnTaking:
         for decision in self._barge_in.stopped(event):
             if decision is Decision.CUT:
                 await self._cut()
-            elif decision is Decision.BACKCHANNEL:
+            elif decision is Decision.BACKCHANNEL and not self._item.is_announced:
                 self._held = None
                 self._sound.forget(self._begins_ms + event.at_ms, self._format)
             else:
+                self._held = None
                 self._end_turn(self._begins_ms + event.at_ms)
 
     def _announce(self) -> None:
         event, self._held = self._held, None
         assert event is not None
-        if self._is_announced:
+        if self._item.is_announced:
             return
-        self._is_announced = True
+        self._item.is_announced = True
         start_ms = round(self._begins_ms + event.at_ms)
-        self._outbox.post("input_audio_buffer.speech_started", audio_start_ms=start_ms, item_id=self._item_id)
-
-    def _take_id(self) -> str:
-        """Return the identifier of the turn's item. The item of the next turn has a new one."""
-        id, self._item_id, self._is_announced = self._item_id, new_id("item"), False
-        return id
+        self._outbox.post("input_audio_buffer.speech_started", audio_start_ms=start_ms, item_id=self._item.id)
 
     async def _cut(self) -> None:
         self._announce()
         await self._session.interrupt()
 
     def _end_turn(self, end_ms: float) -> None:
-        id = self._take_id()
+        self._commit(end_ms, self._post_stopped(end_ms))
+
+    def _post_stopped(self, end_ms: float) -> str:
+        """Announce the end of the turn. Return the identifier of its item."""
+        id = self._item.take()
         self._outbox.post("input_audio_buffer.speech_stopped", audio_end_ms=round(end_ms), item_id=id)
-        self._commit(end_ms, id)
+        return id
 
     def _time_out(self, event: IdleTimeout) -> None:
-        id = self._take_id()
+        id = self._item.take()
         start_ms, end_ms = (round(self._begins_ms + at_ms) for at_ms in (event.start_ms, event.at_ms))
         self._sound.forget(start_ms, self._format)
         place = {"audio_start_ms": start_ms, "audio_end_ms": end_ms}

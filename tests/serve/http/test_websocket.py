@@ -89,6 +89,33 @@ async def test_what_breaks_the_framing_ends_the_connection_with_a_code(server: S
     assert server.app.disconnects == [code]
 
 
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"\x88\x82\0\0\0\0\x03\xe8", 1000),  # a close frame
+        (b"\x88\x82\0\0\0\0\x03\xe8" * 2, 1000),
+        (b"\x81\x01a", 1002),  # not masked
+        (b"\x81\x81\0\0\0\0\xff", 1007),  # not UTF-8
+    ],
+)
+@pytest.mark.parametrize("behind", [b"\x89\x80\0\0\0\0" * 4000, b"\xff" * 20_000])
+async def test_data_behind_the_end_of_the_connection_is_discarded(
+    server: Server, sent: bytes, code: int, behind: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The data is more than the server gives wsproto at a time. A reset would make reading fail."""
+    assert len(behind) > websocket.PARSED_BYTES
+    async with connected(server, "/echo") as client:
+        await client.stream.send_all(sent + behind)
+        found = await client.receive()
+        assert isinstance(found, events.CloseConnection)
+        assert found.code == code
+        assert await client.stream.receive_some() == b""
+    while not server.app.disconnects:
+        await trio.lowlevel.checkpoint()
+    assert server.app.disconnects == [code]
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("fragments", [1, 1000])
 async def test_a_message_is_refused_when_it_exceeds_the_limit_and_not_when_it_is_complete(
     server: Server, fragments: int

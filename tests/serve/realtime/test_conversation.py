@@ -5,15 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
+from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
-from omni_actors.serve.realtime.config import PCMU
+from omni_actors.serve.realtime.config import PCMU, ResponseParams, SessionConfig
 from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part, check_item
+from omni_actors.serve.realtime.response import Response
 from omni_actors.serve.realtime.response_events import ResponseEvents
+from omni_actors.serve.realtime.response_settings import ResponseSettings
 
 
 def recorded(id: str, seconds: float, transcript: str | None = None) -> Entry:
@@ -102,12 +106,48 @@ def answer(transcript: str) -> Entry:
     return Entry(Message(role="assistant", content=[Part("output_audio", transcript=transcript)]))
 
 
-async def test_a_call_whose_arguments_were_cut_is_in_no_later_request() -> None:
-    cut = FunctionCall(name="weather", call_id="call_1", arguments='{"city": "Ro', status="incomplete")
-    whole = FunctionCall(name="weather", call_id="call_2", arguments='{"city": "Rome"}', status="completed")
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "Ro', '["Rome"]', '{"city": "\ud800"}', '{"a": ' + "[" * 100 + "]" * 100 + "}"]
+)
+async def test_a_call_whose_arguments_are_no_object_is_in_no_request(arguments: str) -> None:
+    cut = FunctionCall(name="weather", call_id="call_1", arguments=arguments)
+    whole = FunctionCall(name="weather", call_id="call_2", arguments='{"city": "Rome"}')
     returned = FunctionCallOutput(call_id="call_1", output="sunny")
     messages, _ = await chat_messages([Entry(cut), Entry(returned), Entry(whole)], "", transcribed=True)
     assert [call["id"] for message in messages for call in message["tool_calls"]] == ["call_2"]
+
+
+async def test_a_response_leaves_out_the_calls_that_are_not_finished_when_it_begins() -> None:
+    """One of them is finished before the response asks for its input."""
+    pipeline: Any = SimpleNamespace(stages={}, name="any")
+    config = SessionConfig(type="realtime", model="any", output_modalities=["text"])
+    settings = ResponseSettings(config, ResponseParams(), pipeline, {})
+    entries = [called("whole"), called("cut"), called("streaming"), returned("output", "streaming")]
+    entries[1].item.status, entries[2].item.status = "incomplete", "in_progress"
+    outbox: Any = SimpleNamespace(post=lambda *_, **fields: None)
+    response = Response(pipeline, outbox, None, settings=settings, entries=entries)
+    entries[2].item.status = "completed"
+    messages, _ = await chat_messages(response.entries, "", transcribed=True)
+    assert [message["tool_calls"][0]["id"] for message in messages] == ["of_whole"]
+
+
+@pytest.mark.parametrize(
+    ("status", "kept"),
+    [("completed", "in the"), ("incomplete", "in the"), ("cancelled", "nine"), ("failed", "nine")],
+)
+def test_the_words_of_an_answer_fill_its_sound_unless_it_was_broken_off(status: str, kept: str) -> None:
+    """Nearly all of 1 s is heard. At a usual pace, the words would take 2 s."""
+    conversation = Conversation(max_items=4, max_bytes=1000)
+    outbox: Any = SimpleNamespace(post=lambda *_, **fields: None)
+    events = ResponseEvents(outbox, conversation, {}, is_spoken=True)
+    events.text("The ferry leaves at nine and arrives at noon in the")
+    events.computed(AudioChunk(np.full(24_000, 0.1, np.float32), 24_000), None)
+    events.sound(bytes(48_000), 48_000)
+    events.end(status, None, None)
+    assert events.message is not None
+    conversation.truncate(events.message.item.id, 999)
+    assert isinstance(events.message.item, Message)
+    assert (events.message.item.content[0].transcript or "").endswith(kept)
 
 
 def test_an_answer_that_is_cut_before_its_first_sound_keeps_no_word() -> None:

@@ -34,7 +34,7 @@ stages:
 
 async def fail(omni: OmniSystem, outbox: Outbox) -> list[weakref.ref[Any]]:
     """Have a recording transcribed, and a response about it. Both fail. Return references to both."""
-    pipeline = SessionPipeline(omni, "any")
+    pipeline = SessionPipeline(omni, "any", longest_s=60.0)
     item = Message(id="one", role="user", content=[Part("input_audio")])
     entry = Entry(item, {0: Recording(silence(REFUSED_S), PCM())})
     transcriber = Transcriber(pipeline, outbox, max_bytes=2**20)

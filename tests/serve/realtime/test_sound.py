@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.config import PCM, PCMA, PCMU, AudioFormat
-from omni_actors.serve.realtime.input_audio import InputAudio
+from omni_actors.serve.realtime.input_audio import InputAudio, recording_of
 from omni_actors.serve.realtime.pacer import Pacer
 from omni_actors.serve.realtime.sound import SoundDecoder, SoundEncoder, bytes_per_s, decode, encode
 
@@ -84,6 +84,16 @@ def test_a_buffer_takes_pieces_of_any_size(format: AudioFormat, sizes: list[int]
     assert buffer.nbytes == 0
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_recording_of_an_item_has_bounds_and_its_error_names_the_place(format: AudioFormat) -> None:
+    second = bytes(bytes_per_s(format))
+    assert recording_of(second + b"\0", format, 1.001, "here").duration_s == pytest.approx(1.0, abs=0.001)
+    for data in (b"", second[: len(second) // 11], second * 2):
+        with pytest.raises(HTTPError, match=r"here: .* ms of sound; accepted: 100 to 1001 ms") as refused:
+            recording_of(data, format, 1.001, "here")
+        assert (refused.value.code, refused.value.param) == ("invalid_value", "here")
+
+
 def test_a_buffer_is_bounded() -> None:
     buffer = InputAudio(most_s=1.0)
     buffer.append(bytes(48000), PCM())
@@ -116,6 +126,20 @@ def test_fast_sound_is_not_held_back_at_the_begin() -> None:
         pacer.sent(0.0, 0.2)
     assert waits[:10] == [0.0] * 10
     assert waits[-1] == pytest.approx(0.9)
+
+
+def test_sound_is_played_behind_that_of_the_answer_before() -> None:
+    first = Pacer(2.0)
+    first.sent(0.0, 1.9)
+    second = Pacer(2.0, ends=first.ends)
+    assert second.unplayed_s(1.0) == pytest.approx(1.0)
+    second.sent(1.0, 1.9)
+    assert second.wait_s(1.0) == pytest.approx(0.9)
+    assert [first.played_s(at) for at in (1.0, 2.0, 3.0)] == pytest.approx([0.9, 1.9, 1.9])
+    assert [second.played_s(at) for at in (1.0, 2.0, 3.0, 5.0)] == pytest.approx([0.0, 0.0, 1.0, 1.9])
+    late = Pacer(2.0, ends=second.ends)
+    late.sent(10.0, 1.0)
+    assert [late.played_s(at) for at in (10.1, 10.6)] == pytest.approx([0.0, 0.5])
 
 
 def test_nothing_counts_as_played_before_the_player_begins() -> None:

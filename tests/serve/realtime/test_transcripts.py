@@ -106,6 +106,19 @@ def test_an_answer_about_a_recording_without_words_fails_and_later_ones_do_not(t
     assert written(talk.respond(**TEXT)) == "0.5 s at 24000 Hz"
 
 
+def test_an_answer_about_text_does_not_need_the_words_of_an_older_recording(talk: Session) -> None:
+    transcribe(talk)
+    assert say(talk, recording(REFUSED_S)) == "invalid_value"
+    for text in ("one", "two"):
+        talk.ask(text)
+        assert written(talk.respond(**TEXT)) == text
+    system = {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "Be brief."}]}
+    assert say(talk, recording(REFUSED_S)) == "invalid_value"
+    talk.send("conversation.item.create", item=system)
+    talk.until("conversation.item.done")
+    assert talk.respond(**TEXT)[-1]["response"]["status"] == "failed", "the user said nothing after the recording"
+
+
 def test_the_text_beside_a_recording_without_words_is_kept(start: Start) -> None:
     with start(config=REPORTER) as server, session(server) as talk:
         transcribe(talk)

@@ -113,6 +113,54 @@ def test_an_answer_that_is_cut_before_its_first_sound_keeps_no_word(slow: Server
         assert part["transcript"] == ""
 
 
+def transcript(talk: Session, item_id: str) -> str:
+    talk.send("conversation.item.retrieve", item_id=item_id)
+    [part] = talk.until("conversation.item.retrieved")[-1]["item"]["content"]
+    words: str = part["transcript"]
+    return words
+
+
+def spoken(talk: Session, text: str) -> str:
+    """Have a text answered aloud; return the identifier of the answer's item. Each word lasts 0.3 s."""
+    talk.ask(text)
+    [item] = talk.respond()[-1]["response"]["output"]
+    identifier: str = item["id"]
+    return identifier
+
+
+def test_speech_cuts_all_answers_that_play_each_at_what_was_heard_of_it(talk: Session) -> None:
+    """The first one has ended and plays on, and the second one is played behind it."""
+    speech = pcm(say(SENTENCES[0]))
+    first = spoken(talk, "word " * 6)
+    second = answer(talk)
+    talk.hear(speech)
+    cuts = [talk.until("conversation.item.truncated")[-1] for _ in range(2)]
+    assert [cut["item_id"] for cut in cuts] == [first, second]
+    assert cuts[0]["audio_end_ms"] < 1800
+    assert cuts[1]["audio_end_ms"] == 0
+    assert len(transcript(talk, first).split()) < 18
+    assert transcript(talk, second) == ""
+
+
+def test_speech_cuts_a_spoken_answer_behind_which_a_written_one_has_ended(talk: Session) -> None:
+    speech = pcm(say(SENTENCES[0]))
+    item_id = spoken(talk, "word " * 6)
+    talk.respond(**TEXT)
+    talk.hear(speech)
+    cut = talk.until("conversation.item.truncated")[-1]
+    assert cut["item_id"] == item_id
+    assert cut["audio_end_ms"] < 1800
+    assert len(transcript(talk, item_id).split()) < 18
+
+
+def test_the_wait_for_a_silent_user_begins_when_all_answers_were_played(talk: Session) -> None:
+    detect(talk, {"type": "server_vad", "idle_timeout_ms": 5000, "create_response": False})
+    spoken(talk, "word " * 6)
+    talk.respond(**TEXT)
+    talk.hear(silence(9))
+    assert talk.until("input_audio_buffer.timeout_triggered")[-1]["audio_start_ms"] > 500
+
+
 def test_speech_cuts_nothing_if_it_may_not(talk: Session) -> None:
     detect(talk, {"type": "server_vad", "interrupt_response": False})
     answer(talk)
