@@ -57,14 +57,18 @@ class SessionPipeline:
             deadline_s=self._longest_s if settings.is_spoken else None,
             **settings.params,
         )
-        generation.played_at = None  # sound leaves at the pace of speech
-        return generation
+        return self._paced(generation) if settings.is_spoken else generation
 
     def speak(self, script: AsyncIterator[str], settings: ResponseSettings) -> Generation:
         """Submit a text to speak. Read it with ``next_output``. Raises OmniError."""
         terms: dict[str, Any] = {"modalities": ("audio",), "session": self._session, "deadline_s": self._longest_s}
         generation: Generation = self.system.generate(script=script, **terms, **settings.speech)
+        return self._paced(generation)
+
+    def _paced(self, generation: Generation) -> Generation:
+        """Prepare a request whose sound leaves at the pace of speech: its stages wait for the reader."""
         generation.played_at = None
+        generation.stream.relay(whole=False)
         return generation
 
     async def next_output(self, generation: Generation) -> Output | None:

@@ -1,4 +1,4 @@
-"""The deadline of a request bounds the waits for the pipeline, and not the time in which a spoken answer is played."""
+"""The limits of a request, and a spoken answer that is computed sooner than it is played."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from omni_actors.serve.realtime.response_settings import ResponseSettings
 
 CONFIG = """\
 name: speaker
-limits: {deadline_s: 0.5}
+limits: LIMITS
 stages:
   mind: {engine: echo, accepts: [messages], emits: text}
   mouth:
@@ -32,10 +32,12 @@ stages:
     accepts: [script]
     inputs: [mind]
     emits: audio
+    ring_bytes: 16384
+    options: {step_s: 0.02}
 """
 
 
-async def answer(tmp_path: Path, text: str, *, mouths: int) -> dict[str, Any]:
+async def answer(tmp_path: Path, text: str, *, mouths: int = 1, limits: str = "{deadline_s: 0.5}") -> dict[str, Any]:
     """Have a text answered aloud, as it is, by so many replicas of the mouth. Return the finished response."""
     events: list[dict[str, Any]] = []
 
@@ -43,7 +45,7 @@ async def answer(tmp_path: Path, text: str, *, mouths: int) -> dict[str, Any]:
         events.append(json.loads(message["text"]))
 
     file = tmp_path / "speaker.yaml"
-    file.write_text(CONFIG.replace("REPLICAS", str(mouths)))
+    file.write_text(CONFIG.replace("REPLICAS", str(mouths)).replace("LIMITS", limits))
     websocket = WebSocket({"type": "websocket"}, trio.sleep_forever, send)
     websocket.application_state = websocket.application_state.CONNECTED
     async with OmniSystem.open(file) as omni, trio.open_nursery() as nursery:
@@ -63,7 +65,16 @@ async def answer(tmp_path: Path, text: str, *, mouths: int) -> dict[str, Any]:
 async def test_speech_may_last_longer_than_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lasts 3.2 s, of which 2 s leave at once, and 0.2 s wait to leave."""
     monkeypatch.setattr(response_module, "QUEUED_CHUNKS", 2)
-    done = await answer(tmp_path, "word " * 32, mouths=1)
+    done = await answer(tmp_path, "word " * 32)
+    assert done["status"] == "completed", done["status_details"]
+
+
+@pytest.mark.slow
+async def test_stages_wait_while_speech_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 s of sound are computed in 1.6 s, and 2 s leave at once. The rest is more than a client may leave unread."""
+    monkeypatch.setattr(response_module, "QUEUED_CHUNKS", 2)
+    limits = "{output_bytes: 200_000, window_bytes: 10_000}"
+    done = await answer(tmp_path, "word " * 80, limits=limits)
     assert done["status"] == "completed", done["status_details"]
 
 
