@@ -38,6 +38,7 @@ from omni_actors.cluster.ray_messages import (
     Started,
     StopAgent,
 )
+from omni_actors.cluster.shielded import open_shielded_nursery
 from omni_actors.errors import ClusterUnavailable
 
 HELPER_S: Final = 90.0
@@ -131,8 +132,9 @@ class RayAgents:
                     await self._obeyed.wait()  # ``_follow`` notices that it has ended
         return why
 
+    @trio.lowlevel.enable_ki_protection
     async def _follow(self, process: trio.Process, task_status: trio.TaskStatus[Started | Failed]) -> None:
-        """Take a helper's news until it ends. Cancelling ends it."""
+        """Take a helper's news until it ends, or says what cannot be read. Cancelling ends it."""
         told = False
         try:
             async for news in _news(process):
@@ -204,16 +206,7 @@ async def open_ray(address: str) -> AsyncIterator[RayAgents]:
     address: of Ray's head ("10.0.0.1:6379"); "auto": the Ray of this machine; "local": start one on this machine, which
     ends with the block. Raises ClusterUnavailable.
     """
-    body_error: BaseException | None = None
-    async with trio.open_nursery() as nursery:
+    async with open_shielded_nursery() as nursery:
         agents = RayAgents(address, nursery)
-        try:
-            await agents.connect()
-            yield agents
-        except BaseException as error:  # noqa: BLE001
-            body_error = error  # raised below, outside the nursery's exception group
-        finally:
-            nursery.cancel_scope.shield = True
-            nursery.cancel_scope.cancel()
-    if body_error is not None:
-        raise body_error
+        await agents.connect()
+        yield agents
