@@ -26,6 +26,7 @@ import trio
 
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.interfaces import AgentEnd
+from omni_actors.cluster.placement import PARENT
 from omni_actors.cluster.ray_messages import (
     LOCAL,
     Ended,
@@ -152,6 +153,10 @@ class RayAgents:
                     task_status.started(news)
             if not told:
                 task_status.started(Failed("the helper has ended"))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            process.kill()  # the agents go on without it (rule 1)
+            if not told:
+                task_status.started(Failed(f"the helper says what cannot be read: {error}"))
         finally:
             if self._process is process:
                 self._forget_helper()
@@ -191,11 +196,11 @@ async def _end(process: trio.Process) -> None:
 
 
 def _by_unique_name(nodes: list[RayNode]) -> dict[str, RayNode]:
-    """Return nodes by name; the second of a name gets a number."""
+    """Return nodes by name; the second of a name gets a number, and so does one with the name of a label, "parent"."""
     found: dict[str, RayNode] = {}
     for node in nodes:
         names = itertools.chain([node.name], (f"{node.name}-{n}" for n in itertools.count(2)))
-        found[next(name for name in names if name not in found)] = node
+        found[next(name for name in names if name not in found and name != PARENT)] = node
     return found
 
 

@@ -129,3 +129,8 @@ def test_an_interrupt_while_the_parent_hears_an_agent_is_raised_in_the_users_tas
     with pytest.raises(KeyboardInterrupt):
         trio.run(run)
     assert caught == ["signal", "user's task"]
+
+
+def test_settings_of_an_agent_do_not_show_the_secret() -> None:
+    settings = AgentSettings(number=1, parent=("h", 1), secret=b"SECRETSECRETSECRET", lease_s=1.0)
+    assert "SECRET" not in repr(settings)
