@@ -4,7 +4,7 @@ Rule 1: at most MOST_STRANGERS connections are not authenticated, each for ``han
 A new one takes the place of the oldest. So a flood of connections costs bounded descriptors and memory; a node that is
 pushed out by it connects again.
 Rule 2: an authenticated connection may come before its link is expected, because nobody orders the two nodes. It then
-waits for ``handshake_s`` seconds.
+waits for ``handshake_s`` seconds; after that it is dropped, and that node connects again.
 Rule 3: without descriptors, nothing is accepted for a moment; what waits in the backlog stays there.
 """
 

@@ -75,6 +75,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     tls: Credentials | None = None
     import_path: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"AgentSettings(number={self.number}, parent={self.parent}, …)"  # a log must not show the secret
+
 
 class AgentFailed(Exception):
     """The agent could not reach the parent, or was refused."""

@@ -1,8 +1,11 @@
-"""The side that connects: attempts to reach another node's pump, until one of them is authenticated.
+"""The side that connects: attempts to reach another node's pump, until the link is open there.
 
-Rule 1: an attempt that fails before the other side is authenticated is repeated, until the link's deadline: that side
-may be starting, or pushed this connection out in a flood. Pauses grow, and are random.
+Rule 1: an attempt that fails before the other side says that the link is open (``link.ALIVE``) is repeated, until the
+link's deadline: that side may be starting, may have pushed this connection out in a flood, or does not expect the link
+yet. Nothing was sent on the link so far, so nothing is lost. Pauses grow, and are random.
 Rule 2: a side that does not know the secret ends the attempts at once.
+Rule 3: once both sides are authenticated, the other side ends an attempt for which it does not open the link in time
+(``accepting``, rule 2). So this side does not give it up while the link is being opened there.
 """
 
 from __future__ import annotations
@@ -107,6 +110,8 @@ class Dialing:
             if channel is not None:
                 del self._dials[dial.link]
                 self._on_open(dial.link, channel)
+            elif opening.authenticated:
+                dial.due = dial.deadline  # rule 3
 
     def _fail(self, dial: _Dial, why: str) -> None:
         """Give an attempt up, and plan the next one."""

@@ -26,7 +26,7 @@ from typing import Final
 from omni_actors.errors import OmniError
 
 NAME: Final = b"omnilnk"
-VERSION: Final = 1
+VERSION: Final = 2
 MAGIC: Final = NAME + bytes([VERSION])
 LONGEST_ROLE: Final = 8
 """Bytes of ASCII."""

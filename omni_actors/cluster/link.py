@@ -7,7 +7,8 @@ On the wire, after the handshake, from the producer's node to the consumer's, in
       8    8 place          as in a ring's record
      16      payload
 
-Back come single bytes: ALIVE, every few seconds, and CLOSED, when the consumer has closed its ring.
+Back come single bytes: ALIVE, when the link is open at the consumer's node and then every few seconds, and CLOSED, when
+the consumer has closed its ring. The producer's node sends nothing before the first ALIVE.
 
 Rule 1: a link moves bytes when its socket and its ring are ready, and never waits. Backpressure is TCP's: while the
 receiving ring is full, the receiving end does not read.
@@ -70,7 +71,7 @@ class Link:
         self.records = self.payload_bytes = 0
 
     def open(self, channel: Channel, now: float) -> None:
-        """Begin to use an authenticated connection. now: by the pump's clock."""
+        """Begin to use an authenticated connection. now: by the pump's clock. Raises OSError: it is lost already."""
         self.channel, self.state = channel, "open"
 
     def check_silence(self, now: float, longest_s: float) -> None:

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -66,8 +66,13 @@ class Pump:
         """Raises OSError (the address is not this node's, no descriptors), ValueError (host, a short secret)."""
         Acceptor(secret)  # checks it
         self._on_lost, self._silent_s, self._sign_s = on_lost, silent_s, silent_s / 5
-        self._poller = Poller()
-        self._accepting = Accepting(self._poller, host, secret, self._arrive, tls=tls, handshake_s=handshake_s)
+        with ExitStack() as undo:
+            self._poller = Poller()
+            undo.callback(self._poller.close)
+            self._accepting = Accepting(self._poller, host, secret, self._arrive, tls=tls, handshake_s=handshake_s)
+            undo.callback(self._accepting.close)
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.pop_all()
         self._dialing = Dialing(self._poller, secret, self._open, self._lose, tls=tls, handshake_s=handshake_s)
         self.address: Address = self._accepting.address
         """Where other nodes connect to."""
@@ -81,7 +86,6 @@ class Pump:
         self._calls_lock = threading.Lock()
         self._stopping = self._stopped = False
         self._cause: BaseException | None = None
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.watch(self._wake_fd, select.EPOLLIN, self._run_calls)
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
         self._thread.start()
@@ -97,8 +101,8 @@ class Pump:
     def receive(self, link_id: int, producer: Producer) -> None:
         """Accept one connection for ``link_id``, and put its records into a ring.
 
-        The connection may come first: then it waits for this call for ``handshake_s``. The pump uses ``producer`` until
-        ``close``. Raises ValueError (a link of this id exists), PumpStopped.
+        The connection may come first: then it waits for this call for ``handshake_s``, and comes again. The pump uses
+        ``producer`` until ``close``. Raises ValueError (a link of this id exists), PumpStopped.
         """
         self._call(lambda: self._begin_receive(ReceivingLink(link_id, producer)))
 
@@ -212,11 +216,16 @@ class Pump:
         return True
 
     def _open(self, link: Link, channel: Channel) -> None:
-        """Begin to use an authenticated connection, whose descriptor is watched already."""
+        """Begin to use an authenticated connection, whose descriptor is watched already, unless it is lost."""
         now = time.monotonic()
         if self._next_sign <= now:
             self._next_sign = now + self._sign_s
-        link.open(channel, now)
+        try:
+            link.open(channel, now)
+        except OSError:  # the other side has given this connection up, and makes another one
+            self._poller.forget(channel.fileno())
+            channel.reset()
+            return
         socket_fd, bell_fd = self._descriptors[link] = channel.fileno(), link.bell()
         self._poller.change(socket_fd, SOCKET, partial(self._on_socket, link))
         self._poller.watch(bell_fd, BELL, partial(self._on_bell, link))

@@ -26,6 +26,7 @@ import trio
 
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.interfaces import AgentEnd
+from omni_actors.cluster.placement import PARENT
 from omni_actors.cluster.ray_messages import (
     LOCAL,
     Ended,
@@ -38,6 +39,7 @@ from omni_actors.cluster.ray_messages import (
     Started,
     StopAgent,
 )
+from omni_actors.cluster.shielded import open_shielded_nursery
 from omni_actors.errors import ClusterUnavailable
 
 HELPER_S: Final = 90.0
@@ -131,8 +133,9 @@ class RayAgents:
                     await self._obeyed.wait()  # ``_follow`` notices that it has ended
         return why
 
+    @trio.lowlevel.enable_ki_protection
     async def _follow(self, process: trio.Process, task_status: trio.TaskStatus[Started | Failed]) -> None:
-        """Take a helper's news until it ends. Cancelling ends it."""
+        """Take a helper's news until it ends, or says what cannot be read. Cancelling ends it."""
         told = False
         try:
             async for news in _news(process):
@@ -150,6 +153,10 @@ class RayAgents:
                     task_status.started(news)
             if not told:
                 task_status.started(Failed("the helper has ended"))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            process.kill()  # the agents go on without it (rule 1)
+            if not told:
+                task_status.started(Failed(f"the helper says what cannot be read: {error}"))
         finally:
             if self._process is process:
                 self._forget_helper()
@@ -189,11 +196,11 @@ async def _end(process: trio.Process) -> None:
 
 
 def _by_unique_name(nodes: list[RayNode]) -> dict[str, RayNode]:
-    """Return nodes by name; the second of a name gets a number."""
+    """Return nodes by name; the second of a name gets a number, and so does one with the name of a label, "parent"."""
     found: dict[str, RayNode] = {}
     for node in nodes:
         names = itertools.chain([node.name], (f"{node.name}-{n}" for n in itertools.count(2)))
-        found[next(name for name in names if name not in found)] = node
+        found[next(name for name in names if name not in found and name != PARENT)] = node
     return found
 
 
@@ -204,16 +211,7 @@ async def open_ray(address: str) -> AsyncIterator[RayAgents]:
     address: of Ray's head ("10.0.0.1:6379"); "auto": the Ray of this machine; "local": start one on this machine, which
     ends with the block. Raises ClusterUnavailable.
     """
-    body_error: BaseException | None = None
-    async with trio.open_nursery() as nursery:
+    async with open_shielded_nursery() as nursery:
         agents = RayAgents(address, nursery)
-        try:
-            await agents.connect()
-            yield agents
-        except BaseException as error:  # noqa: BLE001
-            body_error = error  # raised below, outside the nursery's exception group
-        finally:
-            nursery.cancel_scope.shield = True
-            nursery.cancel_scope.cancel()
-    if body_error is not None:
-        raise body_error
+        await agents.connect()
+        yield agents

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from omni_actors.cluster.channel import Channel
 from omni_actors.cluster.link import ALIVE, CLOSED, HEADER, READ_AHEAD, TURN_BYTES, Link, LinkBroken
 from ringbuf import MessageTooLarge, Producer, RingClosed
 
@@ -32,6 +33,11 @@ class ReceivingLink(Link):
         self._was_large = False
         self._discards = False
         """The consumer has closed the ring: what still arrives is dropped."""
+
+    def open(self, channel: Channel, now: float) -> None:
+        if channel.send([ALIVE]) is None:
+            raise ConnectionError("a new connection takes no byte")
+        super().open(channel, now)
 
     def bell(self) -> int:
         return self._producer.fileno()

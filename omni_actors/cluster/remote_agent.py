@@ -31,7 +31,7 @@ from omni_actors.protocol import messages
 from omni_actors.protocol.messages import Address
 from omni_actors.protocol.packets import close_all
 from omni_actors.supervisor.nodes import NodeCondition, NodeState
-from omni_actors.supervisor.process import SpawnFailed
+from omni_actors.supervisor.process import PlaceLost, SpawnFailed
 from ringbuf import RingStatistics
 
 WORKER_LOGGERS = "omni_actors.worker."
@@ -108,14 +108,14 @@ class RemoteAgent:
     async def spawn(
         self, address: Address, mailbox_capacity: int, environment: Mapping[str, str]
     ) -> AsyncIterator[RemoteWorker]:
-        """Start a worker there (see ``Spawner.spawn``). Raises SpawnFailed, also if the agent is lost meanwhile."""
+        """Start a worker there (see ``Spawner.spawn``). Raises SpawnFailed; PlaceLost: the agent is lost."""
         number = next(self._numbers)
         mailbox = RemoteMailbox(
             number, mailbox_capacity, post=self.post, sent=self._sent, memory_of=self._checkpoints.memory_of
         )
         worker = RemoteWorker(mailbox, kill=lambda: self._kill(number))
         if self.lost is not None:
-            raise SpawnFailed(self._why_lost())
+            raise PlaceLost(self._why_lost())
         self._workers[number] = worker
         self.post(
             control.Spawn(
@@ -125,7 +125,7 @@ class RemoteAgent:
         try:
             await worker.started.wait()
             if worker.error is not None:
-                raise SpawnFailed(worker.error)
+                raise worker.error
             yield worker
         finally:
             worker.kill()
@@ -169,7 +169,7 @@ class RemoteAgent:
             if worker.pid:
                 worker.on_dead()
             else:
-                worker.on_not_spawned(self._why_lost())
+                worker.on_not_spawned(PlaceLost(self._why_lost()))
         self._fence()
 
     def _fence(self) -> None:
@@ -198,12 +198,14 @@ class RemoteAgent:
     def _why_lost(self) -> str:
         return f"{NODE_LOST}{self.node}: {self.lost}"
 
+    @trio.lowlevel.enable_ki_protection
     async def _write(self, connection: Connection[control.FromAgent]) -> None:
         try:
             await connection.write()
         except ConnectionLost as error:
             self.give_up(str(error))
 
+    @trio.lowlevel.enable_ki_protection
     async def _read(self, connection: Connection[control.FromAgent], nursery: trio.Nursery) -> None:
         try:
             async with aclosing(connection.read()) as received:
@@ -232,6 +234,7 @@ class RemoteAgent:
     def _drop(self, memory: int) -> None:
         self.post(control.DropCheckpoint(memory))
 
+    @trio.lowlevel.enable_ki_protection
     async def _watch_silence(self) -> None:
         while (left_s := self._lease.silent_at - now()) > 0:  # noqa: ASYNC110 - each renewal moves the time
             await trio.sleep(left_s)
@@ -267,7 +270,7 @@ def _tell(worker: RemoteWorker, message: WorkerNews) -> None:
         case control.Spawned(_, pid):
             worker.on_spawned(pid)
         case control.NotSpawned(_, error):
-            worker.on_not_spawned(error)
+            worker.on_not_spawned(SpawnFailed(error))
         case control.Unusable(_, reason):
             worker.mailbox.fail(reason)
         case control.Ending(_, exit):

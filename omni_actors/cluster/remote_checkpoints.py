@@ -36,6 +36,7 @@ class RemoteCheckpoints:
         """Return the memory for which a descriptor stands; None if it is no proxy of this agent."""
         return self._memories.get(_file_of(fd))
 
+    @trio.lowlevel.enable_ki_protection
     async def _watch(self, ours: socket.socket, file: tuple[int, int]) -> None:
         with ours:
             await trio.lowlevel.wait_readable(ours)  # nothing is ever sent: its other end was closed

@@ -22,7 +22,7 @@ from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import MailboxFull, available
 from omni_actors.protocol.packets import Envelope, close_all
-from omni_actors.supervisor.process import Worker
+from omni_actors.supervisor.process import SpawnFailed, Worker
 
 UNREAD_S: Final = 1.0
 """How long a worker's message waits for the supervisor to read earlier ones. All of the agent waits meanwhile, the
@@ -127,7 +127,7 @@ class RemoteWorker(Worker):
         self._kill = kill
         self.started = trio.Event()
         """Set when there is a process, or an ``error``."""
-        self.error: str | None = None
+        self.error: SpawnFailed | None = None
         """Why no process was started."""
 
     @property
@@ -148,7 +148,7 @@ class RemoteWorker(Worker):
         self.pid = pid
         self.started.set()
 
-    def on_not_spawned(self, error: str) -> None:
+    def on_not_spawned(self, error: SpawnFailed) -> None:
         """No process was started."""
         self.error = error
         self.started.set()

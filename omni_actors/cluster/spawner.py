@@ -9,6 +9,8 @@ Rules
    on the parent's node, the worker at the sending end. Restarts and replays do the rest.
 4. A connection that is not authenticated has ``HANDSHAKE_S`` seconds, and there are at most ``MOST_STRANGERS`` of them:
    the oldest makes room.
+5. Agents outlast the workers: a cancellation from outside reaches the tasks here when the block of ``open_cluster`` has
+   ended. These tasks are protected from KeyboardInterrupt, which is raised in the user's task.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ from omni_actors.cluster.placement import PARENT, Node, Place
 from omni_actors.cluster.pump import Pump
 from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.cluster.remote_worker import RemoteWorker
+from omni_actors.cluster.shielded import open_shielded_nursery
 from omni_actors.cluster.tls import Credentials
 from omni_actors.config.devices import VISIBLE, NoSuchDevice, at_places
-from omni_actors.errors import LINK_LOST, ClusterUnavailable, NoPlace
+from omni_actors.errors import LINK_LOST, NODE_LOST, ClusterUnavailable, NoPlace
 from omni_actors.protocol.messages import NODE_VARIABLE, Address
 from omni_actors.supervisor.nodes import LinkState, NodeState
-from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner, SpawnFailed, Worker
+from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner, PlaceLost, SpawnFailed, Worker
 from ringbuf import Ring
 
 LEASE_S: Final = 10.0
@@ -128,8 +131,8 @@ class ClusterSpawner:
         """Start a worker where it has its place (see ``Spawner.spawn``)."""
         try:
             at = self._places.find(address)
-        except NoPlace as error:
-            raise SpawnFailed(str(error)) from error
+        except NoPlace as error:  # there was one (``wait_place``)
+            raise PlaceLost(f"{NODE_LOST}{error}") from error
         environment = {**environment, NODE_VARIABLE: at.node}
         try:
             if devices := self._devices(at):
@@ -209,6 +212,7 @@ class ClusterSpawner:
         if generation in self._links and self._nursery is not None:
             self._nursery.start_soon(self._judge_link, generation, reason)
 
+    @trio.lowlevel.enable_ki_protection
     async def _judge_link(self, generation: int, reason: str) -> None:
         """Have a worker killed whose link has broken, unless the node or the worker at an end is lost (rule 3)."""
         await trio.sleep(LINK_S)
@@ -224,16 +228,26 @@ class ClusterSpawner:
 
     # Agents.
 
+    @trio.lowlevel.enable_ki_protection
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep an agent on each node until cancelled. Started once the first ones are being started."""
+        """Keep an agent on each node until cancelled. Started once the first ones are being started.
+
+        Raises ClusterUnavailable: the parent cannot listen at its address.
+        """
         token = trio.lowlevel.current_trio_token()
-        listeners = await trio.open_tcp_listeners(0, host=self._host)
-        self._port = listeners[0].socket.getsockname()[1]
 
         def on_link_lost(generation: int, why: str) -> None:
             token.run_sync_soon(self._on_link_lost, generation, why)
 
-        self._pump = Pump(self._secret, self._host, on_link_lost, self._tls)
+        listeners: list[trio.SocketListener] = []
+        try:
+            listeners = await trio.open_tcp_listeners(0, host=self._host)
+            self._pump = Pump(self._secret, self._host, on_link_lost, self._tls)
+        except (OSError, ValueError) as error:
+            for listener in listeners:
+                listener.socket.close()
+            raise ClusterUnavailable({self._parent: f"it cannot listen at {self._host}: {error}"}) from error
+        self._port = listeners[0].socket.getsockname()[1]
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -265,6 +279,7 @@ class ClusterSpawner:
             earlier_loss=earlier_loss,
         )
 
+    @trio.lowlevel.enable_ki_protection
     async def _keep_agent(self, node: Node) -> None:
         """Run agents on a node, one after the other."""
         failures = 0
@@ -288,21 +303,27 @@ class ClusterSpawner:
             await trio.sleep(min(RESTART_S[1], RESTART_S[0] * 2.0 ** min(failures, 16)))
             self._agents[node.name] = self._new_agent(node.name, agent.lost)
 
+    @trio.lowlevel.enable_ki_protection
     async def _start_agent(self, agent: RemoteAgent) -> None:
-        settings = AgentSettings(
-            number=agent.number,
-            parent=self.address,
-            secret=self._secret,
-            lease_s=self._lease_s,
-            tls=self._credentials,
-            import_path=_import_path(),
-        )
-        end = await self._starter.run(agent.node, settings)
+        try:
+            settings = AgentSettings(
+                number=agent.number,
+                parent=self.address,
+                secret=self._secret,
+                lease_s=self._lease_s,
+                tls=self._credentials,
+                import_path=_import_path(),
+            )
+            end = await self._starter.run(agent.node, settings)
+        except OSError as error:  # such as no descriptors; the next agent may have some
+            agent.give_up(f"its agent cannot be started: {error}")
+            return
         if end.certain:
             agent.process_ended(end.why)
         else:
             agent.give_up(f"its agent cannot be reached: {end.why}")
 
+    @trio.lowlevel.enable_ki_protection
     async def _welcome(self, connected: trio.SocketStream) -> None:
         """Authenticate a connection, and serve it if it is that of an agent which was started."""
         stream = connected if self._tls is None else trio.SSLStream(connected, self._tls.server, server_side=True)
@@ -357,19 +378,10 @@ async def open_cluster(
         start_s: How long an agent may take to start.
         tls: What nodes use TLS with (``make_credentials``); None: they use none.
 
-    Raises ClusterUnavailable.
+    A cancellation from outside ends the block, and then the agents. Raises ClusterUnavailable.
     """
     spawner = ClusterSpawner(nodes, starter, places, host=host, lease_s=lease_s, start_s=start_s, tls=tls)
-    body_error: BaseException | None = None
-    async with trio.open_nursery() as nursery:
+    async with open_shielded_nursery() as nursery:
         await nursery.start(spawner.run)
-        try:
-            await spawner.wait_up()
-            yield spawner
-        except BaseException as error:  # noqa: BLE001
-            body_error = error  # raised below, outside the nursery's exception group
-        finally:
-            nursery.cancel_scope.shield = True  # a cancellation from outside must not replace ``body_error``
-            nursery.cancel_scope.cancel()
-    if body_error is not None:
-        raise body_error
+        await spawner.wait_up()
+        yield spawner

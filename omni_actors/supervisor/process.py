@@ -43,6 +43,10 @@ class SpawnFailed(OmniError):
     """No process could be started, or there are no descriptors for one; ``__cause__`` is the system's error."""
 
 
+class PlaceLost(SpawnFailed):
+    """The node on which the worker was to start was lost. Its text begins as ``WorkerExit.reason`` then does."""
+
+
 class WorkerMailbox(Protocol):
     """The supervisor's end of a worker's control connection: ``protocol.mailbox.Mailbox``, or one like it."""
 
@@ -104,7 +108,7 @@ class Spawner(Protocol):
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...] | None:
         """Wait until a worker can be started somewhere. It is no checkpoint if one can be.
 
-        The place may be gone when ``spawn`` is called later, which then raises SpawnFailed.
+        The place may be gone when ``spawn`` is called later, which then raises PlaceLost.
 
         on_waiting: called with the reason, in words, each time that it waits. Returns which devices of this machine the
         worker gets, as in CUDA_VISIBLE_DEVICES; None: those of its ``WorkerSpec``.
@@ -126,7 +130,7 @@ class Spawner(Protocol):
             environment: The worker's environment variables that differ from this process's.
             lock_fds: The locks of its devices, which it has until it is loaded.
 
-        Entering raises SpawnFailed if no process can be started.
+        Entering raises SpawnFailed if no process can be started; PlaceLost, if another place may be found for it.
         """
         ...
 

@@ -42,7 +42,7 @@ from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.heartbeat import watch_progress
 from omni_actors.supervisor.incarnation import Incarnation, IncarnationEvent, IncarnationState
 from omni_actors.supervisor.listener import Listener, ProtocolViolation
-from omni_actors.supervisor.process import Spawner, SpawnFailed, Worker
+from omni_actors.supervisor.process import PlaceLost, Spawner, SpawnFailed, Worker
 from omni_actors.supervisor.replica import Replica, ReplicaState
 
 NOT_STARTED = 127
@@ -267,7 +267,11 @@ class Supervisor:
                     incarnation.worker = None
                     self._edges.disconnect_worker(replica.address)  # not earlier: the process has its ring ends open
         except (SpawnFailed, DeviceBusy) as error:
-            incarnation.load_error, incarnation.start_error = str(error), error
+            incarnation.start_error = error
+            if isinstance(error, PlaceLost):
+                incarnation.reason = incarnation.reason or str(error)
+            else:
+                incarnation.load_error = str(error)
             self._report_death(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
         finally:
             incarnation.device_locks.release()

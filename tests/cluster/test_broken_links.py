@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.cluster.channel import Tls
-from omni_actors.cluster.link import END_MARK, HEADER
+from omni_actors.cluster.link import ALIVE, END_MARK, HEADER
 from omni_actors.cluster.pump import Pump, PumpStopped
 from ringbuf import Ring, RingClosed, RingCorrupted
 from ringbuf._words import PRODUCER
@@ -45,6 +45,7 @@ def received(pump: Pump, losses: Losses, said: bytes, *, reset: bool = False) ->
         pump.receive(3, ring.claim_producer())
         connection, _ = authenticated(pump.address, 3)
         with connection:
+            assert connection.recv(1) == ALIVE  # unread, it would make a reset of the end
             connection.sendall(said)
             if reset:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

@@ -75,7 +75,7 @@ def test_a_changed_role_subject_or_nonce_is_noticed(at: int) -> None:
 def test_another_version_is_named() -> None:
     hello = bytearray(Connector(SECRET, "link", 1).hello)
     hello[7] = 9
-    with pytest.raises(HandshakeFailed, match="version 9 of the protocol; this is version 1"):
+    with pytest.raises(HandshakeFailed, match="version 9 of the protocol; this is version 2"):
         Acceptor(SECRET).receive(bytes(hello))
     with pytest.raises(HandshakeFailed, match="does not speak"):
         Acceptor(SECRET).receive(b"GET / HTTP/1.1\r\n".ljust(len(hello)))
