@@ -1,7 +1,7 @@
 """Carries out ``autoscale``: measures the demand of each such stage, and scales it as the rule decides.
 
 Rules
-1. ``autoscale_rule`` alone decides about numbers. A number that ``scale`` has set counts as its last decision.
+1. ``autoscale_rule`` alone decides about numbers. A number that ``scale`` has set counts as its decision.
 2. While new replicas of a stage load, decisions about it are made and not carried out. Replicas that drain delay no
    decision: more replicas may be wanted meanwhile, and ``scale_rule`` takes them back.
 3. While generation is paused or the stage sleeps, nothing is decided: what waits then does not wait for replicas.
