@@ -163,12 +163,12 @@ class Autoscaled(LogEvent, frozen=True, kw_only=True):
 
 
 class AutoscaleFailed(LogEvent, frozen=True, kw_only=True):
-    """``autoscale`` could not add replicas.
+    """``autoscale``, or ``scale_from_zero``, could not add replicas.
 
     Attributes:
         replicas: how many it wanted.
         error: why it cannot have them.
-        retry_in_s: when the next change of the stage may follow.
+        retry_in_s: when the next change of the stage may follow; 0 if the next request begins one.
     """
 
     level: ClassVar[int] = logging.ERROR
@@ -180,7 +180,8 @@ class AutoscaleFailed(LogEvent, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         failure = f"stage {self.stage!r} cannot be scaled to {self.replicas} replicas: {self.error}"
-        return f"{failure}; the next change may follow in {self.retry_in_s:g} s"
+        when = f"in {self.retry_in_s:g} s" if self.retry_in_s else "with the next request"
+        return f"{failure}; the next change may follow {when}"
 
 
 class ServerListening(LogEvent, frozen=True, kw_only=True):

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ringbuf._claim import Waiter, claim, claim_word_of, pid_of
+from ringbuf._claim import Waiter, claim, pid_of
 from ringbuf._consumer import Consumer
 from ringbuf._cuda import Registration
 from ringbuf._descriptors import check_bell, check_memory, create_bell, create_memory, create_pipe_bell
-from ringbuf._errors import RingError, RingMisuse, RingNotFound
+from ringbuf._errors import EndName, RingError, RingMisuse, RingNotFound
 from ringbuf._names import RingName, check_label, exists, find, open_descriptors, publish, remove, sweep
 from ringbuf._producer import Producer
 from ringbuf._words import CONSUMER, HEADER, PAGE, PRODUCER, Bell, Column, ConsumerEnd, ProducerEnd, Segment
@@ -228,6 +228,18 @@ class Ring:
         """Whether the ring was closed here."""
         return self._closed
 
+    def close_end(self, end: EndName) -> None:
+        """Close an end whose process is dead, so that the peer neither waits nor fills up. It needs no descriptor.
+
+        The caller knows of the death: the claim is not looked at. Raises RingMisuse (closed here).
+        """
+        segment = self._mapped()
+        _, data_bell, space_bell = self.fds
+        if end == "producer":
+            ProducerEnd(segment, Bell(space_bell), Bell(data_bell)).close()
+        else:
+            ConsumerEnd(segment, Bell(data_bell), Bell(space_bell)).close()
+
     def abandon(self) -> None:
         """Give up the ends that were claimed here as the kernel does for a killed process. For simulated processes."""
         if self._producer is not None:
@@ -243,7 +255,7 @@ class Ring:
         """
         if self._closed:
             return
-        if self._name is not None and self._is_creator and self._name.creator == claim_word_of(os.getpid()):
+        if self._name is not None and self._is_creator and self._name.pid == os.getpid():
             # Before the descriptors, to which the name leads. A forked child is not the creator.
             remove(self._name)
         if self._consumer is not None:

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.config import Autoscale
-from omni_actors.system.autoscale_rule import DOWN_UTILIZATION, INTERVAL_S, LOAD_S, AutoscaleRule, Demand
+from omni_actors.system.autoscale_rule import (
+    DOWN_UTILIZATION,
+    FORGET_WINDOWS,
+    INTERVAL_S,
+    LOAD_S,
+    AutoscaleRule,
+    Demand,
+)
 from tests.support.queueing import Run, bursts, poisson, simulate
 
 LOAD_TIME_S = 20.0
@@ -142,3 +149,27 @@ def test_a_pause_is_not_counted_as_service() -> None:
         arrived = len(came) + (len(waiting) if now >= 300.9 else 0)
         wanted = rule.decide(Demand(now, arrived, sorted(since), wanted, wanted))
         assert wanted == 1, now
+
+
+@pytest.mark.parametrize(("concurrency", "service_s", "load"), [(8, 1.0, 3.0), (1, 8.0, 0.5)])
+def test_one_burst_out_of_quiet_keeps_no_replica_for_ever(concurrency: int, service_s: float, load: float) -> None:
+    """One replica serves the load that follows without a queue. The average load at the burst is far below it."""
+    burst = [600.0 + n / 100 for n in range(3 * concurrency)]
+    end = 700.0 + (FORGET_WINDOWS + 3) * BOUNDS.down_after_s
+    arrivals = regular(0.01, 0.0, 600.0) + burst + regular(load / service_s, 700.0, end)
+    run = simulate(BOUNDS, arrivals, lambda: service_s, until=end, load_s=LOAD_TIME_S, concurrency=concurrency)
+    assert max(number for _, number in run.changes) > 1, run.changes
+    assert run.wanted(end) == 1, run.changes
+    soon = 700.0 + 2 * BOUNDS.down_after_s
+    assert concurrency == 1 or run.wanted(soon) == 1, "the burst itself was measured"
+    assert len(run.changes_within(soon, end)) <= 1
+
+
+def test_a_number_that_others_have_raised_is_kept_for_a_window() -> None:
+    rule, wanted, raised = AutoscaleRule(BOUNDS, 4), 1, 1000.0
+    for step in range(int(2000.0 / INTERVAL_S)):
+        now = step * INTERVAL_S
+        if now == raised:
+            wanted = 3
+        wanted = rule.decide(Demand(now, 0, [], wanted, wanted))
+        assert wanted == (3 if raised <= now <= raised + BOUNDS.down_after_s else 1), now

@@ -160,6 +160,23 @@ async def test_a_replica_that_cannot_load_is_tried_again_later(
         await complete(running, 500)
 
 
+async def test_a_replica_that_cannot_be_prepared_is_tried_again_later(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    async with opened() as system:
+        with monkeypatch.context() as patched:
+            patched.setattr("omni_actors.system.scaling.machine.layout", fail)
+            running = [system.ask(500) for _ in range(5)]
+            await trio.sleep(10.0)
+            assert (system.wanted, system.states) == (1, ["ready"])
+        await trio.sleep(RETRY_S + LOAD_S)
+        assert system.states == ["ready"] * 3
+        await complete(running, 500)
+
+
 async def test_replicas_that_were_given_up_for_good_are_no_capacity(autojump_clock: trio.testing.MockClock) -> None:
     async with opened(replicas=3, restart=Restart(type="temporary")) as system:
         for number in (1, 2):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors import config
-from omni_actors.config import Stage
+from omni_actors.config import Stage, models
 from omni_actors.config.devices import (
     Device,
     DeviceLayoutError,
@@ -20,6 +20,7 @@ from omni_actors.config.devices import (
     visible_devices,
 )
 from omni_actors.errors import ConfigError
+from tests.support.open_descriptors import few_descriptors
 
 LAYOUTS: dict[str, tuple[list[Device], int, int, list[str] | None, bool, Layout]] = {
     # case: (devices, workers, per worker, visible, shared, layout)
@@ -163,3 +164,8 @@ def test_a_file_whose_devices_do_not_fit_is_refused(stage: dict[str, object], pa
         config.load("echo", {f"stages.first.{key}": value for key, value in stage.items()})
     assert caught.value.path.startswith(f"stages.first.{path}".rstrip("."))
     assert accepted in caught.value.accepted
+
+
+def test_devices_are_unknown_without_a_free_descriptor() -> None:
+    with few_descriptors():
+        assert models.cuda_devices() == 0

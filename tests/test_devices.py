@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -17,8 +18,10 @@ import trio
 from omni_actors.config import Autoscale, Pipeline, Stage
 from omni_actors.errors import ConfigError, StageFailed, StartTimedOut
 from omni_actors.platform.device_locks import DeviceBusy, DeviceLocks
+from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.supervisor import NOT_STARTED
 from omni_actors.system import OmniSystem
-from tests.support.echo_systems import OFTEN, WATCHDOG_S
+from tests.support.echo_systems import OFTEN, WATCHDOG_S, pid_of, wait_for
 
 ENGINES = """
     import fcntl, json, os, random, time
@@ -121,6 +124,23 @@ async def test_a_device_onto_which_others_load_for_too_long_fails_the_start(name
     holder.release()
     assert isinstance(caught.value.__cause__, DeviceBusy)
     assert (caught.value.__cause__.device, caught.value.__cause__.holder_pid) == (names[0], os.getpid())
+
+
+async def test_a_lock_that_cannot_be_taken_is_a_start_that_failed(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(device: str) -> None:
+        raise OSError(24, "Too many open files")
+
+    async with OmniSystem.open(pipeline("alone", device="cuda", devices=tuple(names[:1]))) as omni:
+        with monkeypatch.context() as patched:
+            patched.setattr("omni_actors.platform.device_locks._try_lock", none_left)
+            os.kill(pid_of(omni, "only"), signal.SIGKILL)
+            await wait_for(omni, lambda: len(omni.health().stages["only"][0].history) >= 2)
+        failed = omni._supervisor.replicas[Address("only", 0)].history[1].exit
+        assert failed.exit_code == NOT_STARTED
+        assert "no lock of devices" in failed.stderr_tail[0]
+        await wait_for(omni, lambda: omni.health().ready)
 
 
 async def test_workers_on_one_device_load_one_after_another(tmp_path: Path, names: list[str]) -> None:

@@ -127,3 +127,15 @@ async def test_rings_that_cannot_be_created_fail_the_opening() -> None:
     with pytest.raises(StageFailed, match="rings"):
         async with OmniSystem.open(one_stage(ring_bytes=1 << 60)):
             pytest.fail("it opened")
+
+
+@pytest.mark.usefixtures("engines")
+async def test_a_system_that_closes_while_it_loads_has_no_error_of_its_own() -> None:
+    overrides = {"stages.second.engine": "faulty_engines:never", "start_timeout_s": WATCHDOG_S}
+    async with OmniSystem.open("echo", **overrides, wait_ready=False) as omni:
+        await wait_for(omni, lambda: omni.health().stages["second"][0].note == "thinking")
+    assert omni.start_error is None
+    overrides["stages.first.engine"] = "faulty_engines:broken"
+    with pytest.raises(StageFailed, match="upside down"):
+        async with OmniSystem.open("echo", **overrides):
+            pytest.fail("it opened")

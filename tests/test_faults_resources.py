@@ -35,6 +35,7 @@ from tests.support.echo_systems import (
     wait_for,
     wait_restarted,
 )
+from tests.support.open_descriptors import few_descriptors
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 
@@ -201,3 +202,14 @@ async def test_a_mailbox_that_is_full_when_another_worker_restarts_ends_that_wor
     for stage, generation in before.items():
         await wait_restarted(omni, stage, generation + 1)
     assert len(await read(ask(omni))) == 1
+
+
+async def test_a_death_while_the_parent_has_no_descriptors_ends_no_other_worker() -> None:
+    async with OmniSystem.open(two_stages()) as omni:
+        upstream = pid_of(omni, "first")
+        with few_descriptors():
+            os.kill(pid_of(omni, "second"), signal.SIGKILL)
+            await wait_for(omni, lambda: len(omni.health().stages["second"][0].history) >= 2)
+        await wait_for(omni, lambda: omni.health().ready)
+        assert pid_of(omni, "first") == upstream
+        assert len(await read(ask(omni))) == 1

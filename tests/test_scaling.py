@@ -14,6 +14,7 @@ import trio
 import trio.testing
 
 from omni_actors.config import Restart
+from omni_actors.config.devices import DeviceLayoutError
 from omni_actors.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -21,6 +22,7 @@ from omni_actors.errors import (
     StageFailed,
     StageUnavailable,
     SystemClosed,
+    TemporarilyRefused,
 )
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
@@ -173,6 +175,28 @@ async def test_a_request_scales_from_zero_where_the_pipeline_allows_it(autojump_
         while scaling.states:
             await scaling.omni.wait_changed()
         scaling.behavior = WorkerBehavior()
+        assert await numbers(scaling.ask()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "of_scale"),
+    [(DeviceLayoutError((0,), 1, 1, "gone"), InvalidRequest), (OSError(24, "gone"), TemporarilyRefused)],
+)
+async def test_a_stage_for_which_no_replica_can_be_prepared_refuses_its_requests(
+    error: Exception, of_scale: type[Exception], autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    async with opened(replicas=0, scale_from_zero=True) as scaling:
+        with monkeypatch.context() as patched:
+            patched.setattr("omni_actors.system.scaling.machine.layout", fail)
+            for _ in range(2):
+                with pytest.raises(TemporarilyRefused, match="gone") as caught:
+                    await numbers(scaling.ask())
+                assert caught.value.code == "cannot_start"
+            with pytest.raises(of_scale, match="gone"):
+                await scaling.omni.scale("second", 2)
         assert await numbers(scaling.ask()) == [0, 1, 2]
 
 

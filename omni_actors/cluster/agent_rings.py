@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from omni_actors.cluster.control import CloseRing, MakeRing
 from omni_actors.cluster.pump import Pump
-from omni_actors.supervisor.edges import close_end
 from ringbuf import Ring, RingStatistics
 
 
@@ -52,7 +51,7 @@ class AgentRings:
         if (ring := self._rings.pop(order.generation, None)) is not None:
             self._pump.close(order.generation)
             if order.dead is not None:
-                close_end(ring, producer=order.dead == "producer")
+                ring.close_end(order.dead)
             ring.close()
 
     def close_all(self) -> None:

@@ -4,8 +4,7 @@ Rules
 1. If neither end is on the parent's node, the parent has no memory of it: it has no descriptors here, and its counters
    are those that the agents report.
 2. If one end is, the parent has that part of it, and its pump has the other end of this part.
-3. Claiming an end on another node raises RingClosed. The supervisor claims such an end only to close it, because its
-   worker is dead. The agent then claims and closes it.
+3. The end of a dead worker on another node is closed by the agent there, when the ring is closed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Literal, TypeAlias
 from omni_actors.cluster.control import CloseRing
 from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.supervisor.nodes import LinkState
-from ringbuf import Consumer, Producer, Ring, RingClosed, RingStatistics
+from ringbuf import Consumer, Producer, Ring, RingStatistics
 
 End: TypeAlias = Literal["producer", "consumer"]
 
@@ -46,16 +45,18 @@ class ClusterRing:
         return () if self._here is None else self._here.fds
 
     def claim_producer(self) -> Producer:
-        if self._here is not None and "producer" not in self._agents:
-            return self._here.claim_producer()
-        self._dead = "producer"
-        raise RingClosed("producer")
+        assert self._here is not None, "the client's ends are on the parent's node"
+        return self._here.claim_producer()
 
     def claim_consumer(self) -> Consumer:
-        if self._here is not None and "consumer" not in self._agents:
-            return self._here.claim_consumer()
-        self._dead = "consumer"
-        raise RingClosed("consumer")
+        assert self._here is not None, "the client's ends are on the parent's node"
+        return self._here.claim_consumer()
+
+    def close_end(self, end: End) -> None:
+        if self._here is not None and end not in self._agents:
+            self._here.close_end(end)
+        else:
+            self._dead = end
 
     def statistics(self) -> RingStatistics:
         if self._here is not None:

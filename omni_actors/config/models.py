@@ -156,7 +156,11 @@ def visible_here() -> tuple[str, ...] | None:
 
 
 def _present() -> int:
-    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+    """Return the number of CUDA devices of this machine; 0: none, or unknown for lack of descriptors."""
+    try:
+        return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+    except OSError:
+        return 0
 
 
 def _model(name: str, location: str, directory: Path) -> Model:

@@ -110,7 +110,7 @@ class Orchestrator:
         self.closures, self.wait_ended, self.using = Closures(), dispatcher.wait_ended, dispatcher.using
         self.failed_stages: Mapping[str, errors.StageFailed] = self._replays.failed_stages
         """Stages without a replica left, in the order in which they were given up."""
-        self.pools = Pools(dispatcher, self._suspects, self._replays.failed_stages)
+        self.pools = Pools(dispatcher, self._suspects, self._replays.failed_stages, self._end)
         self._names = map("req-{}".format, itertools.count(1))
         self.open_requests: dict[str, Request] = {}
         """The requests that are not closed, by name; the oldest first."""

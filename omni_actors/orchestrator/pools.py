@@ -11,9 +11,11 @@ from collections.abc import Mapping
 
 import trio
 
-from omni_actors.errors import StageFailed
+from omni_actors.errors import StageFailed, TemporarilyRefused
 from omni_actors.orchestrator.dispatch import Dispatcher
+from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.replay_state import Phase
+from omni_actors.orchestrator.request import EndRequest
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.replica import Replica, ReplicaState
@@ -25,7 +27,10 @@ _DONE = (Phase.FINISHED, Phase.LOST)
 class Pools:
     """The replicas of all stages. failed_stages: those without a replica left; a stage is removed when it is not."""
 
-    def __init__(self, dispatcher: Dispatcher, suspects: Suspects, failed_stages: dict[str, StageFailed]) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, suspects: Suspects, failed_stages: dict[str, StageFailed], end: EndRequest
+    ) -> None:
+        self._end = end
         self._dispatcher, self._suspects, self._placement = dispatcher, suspects, dispatcher.placement
         self._failed_stages = failed_stages
         self.is_standby = self._placement.is_standby
@@ -108,6 +113,13 @@ class Pools:
             return set()
         waiting = {stage for each in self._dispatcher.running() for stage in each.replay_state.waiting}
         return {stage for stage in waiting if not self.wanted(stage)}
+
+    @trio.lowlevel.enable_ki_protection
+    def refuse_waiting(self, stage: str, reason: str) -> None:
+        """End the requests that wait for a stage, which has no replica and can have none now."""
+        for each in self._dispatcher.running():
+            if stage in each.replay_state.waiting and not each.lifecycle.ended:
+                self._end(each, Event.FAIL, TemporarilyRefused(reason, code="cannot_start"))
 
     def arrived(self, stage: str) -> int:
         """Return how many requests that use a stage have been admitted so far."""

@@ -2,8 +2,9 @@
 
 Rules
 1. A congested replica, which does not keep up with its control messages, is chosen only if all are congested.
-2. ``least_outstanding``: the replica with the fewest requests. ``round_robin``: the next one by number. ``prefix``: the
-   replica that was given the longest common prefix of the prompt, because its engine may have that in its cache.
+2. ``least_outstanding``: the replica with the fewest requests. ``round_robin``: by number, the one after the policy's
+   last choice; what a session chose does not count. ``prefix``: the replica that was given the longest common prefix of
+   the prompt, because its engine may have that in its cache.
 3. Whatever the policy, a request with a session goes to the replica that the session's last request was given.
 4. Rules 2 and 3 prefer a replica only while it has at most ``SLACK`` requests more than the least loaded one, else the
    least loaded one is chosen. A new incarnation has an empty cache, so prefixes of the last one do not count.
@@ -97,9 +98,11 @@ class StageRouting:
 
     def choose(self, candidates: Sequence[Candidate], affinity: Affinity) -> Address:
         """Choose one of ``candidates``, of which there is one at least, and remember the choice."""
-        chosen = self._of_session(candidates, affinity.session) or self._by_policy(candidates, affinity)
+        chosen = self._of_session(candidates, affinity.session)
+        if chosen is None:
+            chosen = self._by_policy(candidates, affinity)
+            self._last = chosen.address.replica
         holder = Holder(chosen.address, chosen.generation)
-        self._last = chosen.address.replica
         if affinity.session is not None:
             _remember(self._sessions, affinity.session, holder, SESSIONS)
         for each in affinity.prefixes if self._policy == "prefix" else ():

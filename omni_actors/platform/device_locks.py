@@ -11,13 +11,17 @@ Rules
 3. The devices of one worker are locked in the order of their names, so no two processes wait for each other.
 4. The parent and the worker both have the socket. So the lock outlives a parent that is killed, until its worker has
    ended too, and a worker that is killed, until the parent has seen its end.
+5. A process that the parent forks has no part of the locks. It would keep them for as long as it lives.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import os
 import socket
 import struct
+import weakref
 from collections.abc import Iterable
 
 import trio
@@ -25,7 +29,7 @@ import trio
 from omni_actors.errors import OmniError
 
 PREFIX, LONGEST = "\0omni-actors/device/", 80
-"""The beginning of a lock's name, and how many characters of a device's name follow: a socket's name has 107 bytes."""
+"""The beginning of a lock's name, and how many bytes of a device's name follow: a socket's name has 108 bytes."""
 BACKLOG = 1024
 RETRY_S = 0.01
 """Seconds until the next try, when the holder cannot be connected to: it is about to listen, or has just closed."""
@@ -51,6 +55,7 @@ class DeviceLocks:
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
+        _held.add(self)
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -60,7 +65,7 @@ class DeviceLocks:
     async def acquire(self, devices: Iterable[str], timeout_s: float) -> None:
         """Lock ``devices`` in a global order. It is no checkpoint if all are free.
 
-        Raises DeviceBusy after ``timeout_s``. It holds no lock then, nor if it is cancelled.
+        Raises DeviceBusy after ``timeout_s``, OSError (no descriptors). It holds no lock then, nor if it is cancelled.
         """
         busy, holder = "", None
         try:
@@ -83,8 +88,24 @@ class DeviceLocks:
             self._sockets.pop().close()
 
 
-def _address(device: str) -> str:
-    return PREFIX + device[:LONGEST]
+_held = weakref.WeakSet[DeviceLocks]()
+
+
+def _release_all() -> None:
+    for each in list(_held):
+        each.release()
+
+
+os.register_at_fork(after_in_child=_release_all)
+
+
+def _address(device: str) -> bytes:
+    """Return the name of a device's lock. The names of two devices differ also if they are long."""
+    name = device.encode("utf-8", "surrogatepass")
+    if len(name) > LONGEST:
+        digest = hashlib.blake2b(name, digest_size=16).hexdigest().encode()
+        name = name[: LONGEST - len(digest)] + digest
+    return PREFIX.encode() + name
 
 
 def _try_lock(device: str) -> socket.socket | None:

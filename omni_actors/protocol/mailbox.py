@@ -17,6 +17,7 @@ Rules
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -29,7 +30,7 @@ import trio
 
 from omni_actors.errors import OmniError
 from omni_actors.protocol import messages
-from omni_actors.protocol.packets import MAX_FDS, Encoded, Envelope, close_all, packets
+from omni_actors.protocol.packets import IN_FLIGHT_RETRY_S, MAX_FDS, Encoded, Envelope, close_all, packets
 
 T = TypeVar("T")
 
@@ -165,6 +166,11 @@ class Mailbox:
                 except BlockingIOError:
                     self._ring()  # messages that wake nothing may fill the socket, too
                     await trio.lowlevel.wait_writable(self._sock)
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS:
+                        raise
+                    self._ring()  # the peer is to receive descriptors that are on their way
+                    await trio.sleep(IN_FLIGHT_RETRY_S)
         except (BrokenPipeError, ConnectionResetError):
             self._peer_gone = True  # the reader meets the same end and reports it
         finally:

@@ -5,9 +5,11 @@ Descriptors in a packet belong to its first message.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
+import time
 from collections.abc import Generator, Iterable, Sequence
 from typing import TypeAlias
 
@@ -22,6 +24,9 @@ Encoded: TypeAlias = tuple[bytes, tuple[int, ...]]
 MAX_FDS = 8
 PACKED, PACKED_BYTES = 64, 16 * 1024
 """The most messages and bytes in one packet; a larger message is sent by itself."""
+IN_FLIGHT_RETRY_S = 0.01
+"""Seconds until the next try when sockets contain too many descriptors (ETOOMANYREFS): the kernel allows a user without
+privileges as many as RLIMIT_NOFILE, in all sockets, and no event tells when some were received."""
 
 
 class PeerGone(OmniError):
@@ -67,6 +72,10 @@ def send_all(sock: socket.socket, sent: Iterable[Envelope]) -> None:
                     wait(sock, select.POLLOUT)
                 except (BrokenPipeError, ConnectionResetError):
                     peer_gone = True
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS:
+                        raise
+                    time.sleep(IN_FLIGHT_RETRY_S)
         finally:
             close_all(fds)
 

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 
 from omni_actors.config.devices import VISIBLE, is_one_device
 from omni_actors.protocol.messages import WorkerSpec
-from omni_actors.supervisor.process import Spawner, Worker
+from omni_actors.supervisor.process import Spawner, SpawnFailed, Worker
 from omni_actors.supervisor.replica import Replica
 
 
@@ -29,12 +29,15 @@ async def wait_place(spawner: Spawner, replica: Replica) -> tuple[str, ...]:
 async def lock_devices(replica: Replica, devices: tuple[str, ...]) -> None:
     """Lock devices of this machine for the current incarnation of a replica. It is no checkpoint if all are free.
 
-    The supervisor releases the locks when the worker is ready, or has ended. Raises DeviceBusy.
+    The supervisor releases the locks when the worker is ready, or has ended. Raises DeviceBusy, SpawnFailed.
     """
     incarnation = replica.incarnation
     if devices:
         note, replica.note = replica.note, f"waiting for {', '.join(devices)}"
-        await incarnation.device_locks.acquire(devices, replica.stage.device_lock_timeout_s)
+        try:
+            await incarnation.device_locks.acquire(devices, replica.stage.device_lock_timeout_s)
+        except OSError as error:
+            raise SpawnFailed(f"no lock of devices for a worker of {replica.address}: {error}") from error
         replica.note = note
     incarnation.may_load.set()
 

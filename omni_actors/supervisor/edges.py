@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ import trio
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, ControlMessage, WorkerSpec
 from omni_actors.supervisor.devices import same_memory
 from omni_actors.supervisor.process import EdgeRing, Spawner
-from ringbuf import AlreadyClaimed, Consumer, Frame, Producer, RingClosed, RingCorrupted, RingError, RingStatistics
+from ringbuf import Consumer, Frame, Producer, RingClosed, RingCorrupted, RingError, RingStatistics
 
 Post: TypeAlias = Callable[[ControlMessage, Sequence[int]], None]
 Kill: TypeAlias = Callable[[str], None]
@@ -115,16 +115,6 @@ async def receive_frames(consumer: Consumer) -> AsyncGenerator[Frame, None]:
             frames = nbytes = 0
 
 
-def close_end(ring: EdgeRing, *, producer: bool) -> None:
-    """Take over the end of a dead worker, so that ``ring.close`` closes it too."""
-    # The worker closed its end itself, or is still alive. The peer that reads a corrupted ring reports it.
-    with suppress(AlreadyClaimed, RingClosed, RingCorrupted):
-        if producer:
-            ring.claim_producer()
-        else:
-            ring.claim_consumer()
-
-
 class Edges:
     """Keeps one ring per pair of live replicas that an edge joins.
 
@@ -176,7 +166,7 @@ class Edges:
             client_end.close()
         for pair in [pair for pair in self._rings if address in pair]:
             ring = self._rings.pop(pair)
-            close_end(ring, producer=address == pair[0])
+            ring.close_end("producer" if address == pair[0] else "consumer")
             ring.close()
 
     def statistics(self) -> dict[tuple[Address, Address], RingStatistics]:

@@ -19,7 +19,7 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import trio
 from multiprocess import context, popen_spawn_posix, reduction, spawn, util
@@ -40,7 +40,7 @@ NO_VARIABLES: Mapping[str, str] = {}
 
 
 class SpawnFailed(OmniError):
-    """No process could be started, or there are no descriptors for one; ``__cause__`` is the system's error."""
+    """No process could be started, or it lacks descriptors or locks; ``__cause__`` is the system's error."""
 
 
 class PlaceLost(SpawnFailed):
@@ -61,10 +61,14 @@ class WorkerMailbox(Protocol):
     def unread(self) -> Iterator[Envelope]: ...
 
 
+RingEnd: TypeAlias = Literal["producer", "consumer"]
+
+
 class EdgeRing(Protocol):
     """The memory of an edge between two replicas as the supervisor uses it: ``ringbuf.Ring``, or one like it.
 
-    Claiming an end raises RingClosed if the end is on another node. The spawner then closes it, with ``close``.
+    The supervisor claims the client's end only. ``close_end`` closes that of a dead worker; an end on another node is
+    closed with ``close``.
     """
 
     @property
@@ -72,6 +76,7 @@ class EdgeRing(Protocol):
     def claim_producer(self) -> Producer: ...
     def claim_consumer(self) -> Consumer: ...
     def statistics(self) -> RingStatistics: ...
+    def close_end(self, end: RingEnd) -> None: ...
     def close(self) -> None: ...
 
 

@@ -18,8 +18,10 @@ Rules
    highest such number within the last ``down_after_s`` counts, so that a short lull removes no replica. Kubernetes'
    Horizontal Pod Autoscaler calls this time the stabilization window.
 3. Do not add and remove by turns. When requests queue for too long although all replicas are ready, the rule remembers
-   the number of replicas and the load. Rule 2 returns to this number only when the load is less than ``RETRY_LOAD``
-   times the remembered one. At the same load, requests would queue again, and rule 1 would add a replica again.
+   the number of replicas and the load, that of the last seconds if they are a burst (rule 5). Rule 2 returns to this
+   number only when the load is less than ``RETRY_LOAD`` times the remembered one. At the same load, requests would
+   queue again, and rule 1 would add a replica again. A short burst may not show in the load, so this is forgotten
+   after ``FORGET_WINDOWS`` times ``down_after_s``.
 4. The number is always within ``min`` and ``max``. It becomes 0 only if there was no request within ``down_after_s``.
 5. Arrivals are counted over the last ``LOAD_S`` seconds, or over ``LOAD_SERVICES`` times the seconds of service if that
    is longer, but not over more than ``down_after_s``. So replicas that no request needs are removed after twice
@@ -28,6 +30,7 @@ Rules
    distribution.
 6. While the stage does not serve, as in a pause, nothing is measured (``hold``). Afterwards, arrivals and queue times
    are measured anew, and rule 2 waits for ``down_after_s``. The seconds of service remain known.
+7. A number that was raised by others counts as decided then: rule 2 keeps it for ``down_after_s``.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ LOAD_S, LOAD_SERVICES = 60.0, 20.0
 BURST_S, BURST_DEVIATIONS = 3.0, 4.0
 UP_UTILIZATION, DOWN_UTILIZATION, RETRY_LOAD = 0.8, 0.6, 0.8
 STALL_S = 10.0
+FORGET_WINDOWS = 24.0
+"""2 h by default: requests queue so seldom at most only because the rule tries a number again."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,10 @@ class AutoscaleRule:
         self._measured_from = math.inf
         """When the present measurement began: at the first decision, or at the end of the last hold."""
         self._held_until = -math.inf
-        self._overload: dict[int, float] = {}
-        """Rule 3: for a number of replicas, the least load at which requests queued for too long."""
+        self._overloads: dict[int, tuple[float, float]] = {}
+        """Rule 3: for a number of replicas, when requests last queued for too long, and the least load at which."""
+        self._known = math.inf
+        """Rule 7: the higher one of the last number found and the last one decided."""
         self._stall: tuple[float, float] | None = None
         """Rule 1: since when all replicas are ready and requests queue for too long, and the queue time then."""
 
@@ -107,6 +114,8 @@ class AutoscaleRule:
         now, settings = demand.now, self._settings
         self._measured_from = min(self._measured_from, now)
         self._sample(demand)
+        if demand.wanted > self._known:
+            self._remember(now, demand.wanted)
         load, queue_s = self._load(demand), self._queue_s(demand)
         self._remember(now, self._down_number(load, demand))
         while self._down_numbers[0][0] < now - settings.down_after_s:
@@ -115,7 +124,7 @@ class AutoscaleRule:
         if wanted == 0 and demand.unfinished:
             wanted = self._least(self._load_now(demand), UP_UTILIZATION)
         elif queue_s > settings.queue_time_s:
-            wanted = self._up_number(demand, load, queue_s)
+            wanted = self._up_number(demand, queue_s)
         else:
             self._stall = None
             if now - self._measured_from >= settings.down_after_s:
@@ -123,6 +132,7 @@ class AutoscaleRule:
         wanted = min(max(wanted, settings.min), settings.max)
         if wanted > demand.wanted:
             self._remember(now, wanted)
+        self._known = max(demand.wanted, wanted)
         return wanted
 
     def hold(self, now: float) -> None:
@@ -132,7 +142,7 @@ class AutoscaleRule:
         self._stall = None
 
     def _remember(self, now: float, number: int) -> None:
-        """Add a number by rule 2, or one that rule 1 has just given, which is not to be undone at once."""
+        """Add a number by rule 2, or one that rule 1 or others have just given, which is not to be undone at once."""
         while self._down_numbers and self._down_numbers[-1][1] <= number:
             self._down_numbers.pop()
         self._down_numbers.append((now, number))
@@ -201,14 +211,20 @@ class AutoscaleRule:
         """Return the least number of replicas, 1 at least, with at most this utilization."""
         return max(1, math.ceil(load / self._concurrency / utilization))
 
-    def _up_number(self, demand: Demand, load: float, queue_s: float) -> int:
+    def _overload(self, number: int, now: float) -> float:
+        """Return the least load at which requests queued too long with a number of replicas; inf: none is known."""
+        last, load = self._overloads.get(number, (-math.inf, math.inf))
+        return load if now - last < FORGET_WINDOWS * self._settings.down_after_s else math.inf
+
+    def _up_number(self, demand: Demand, queue_s: float) -> int:
         """Return the number by rule 1, for a queue time that is too long."""
         now, wanted = demand.now, demand.wanted
-        number = self._least(self._load_now(demand), UP_UTILIZATION)
+        load_now = self._load_now(demand)
+        number = self._least(load_now, UP_UTILIZATION)
         if demand.ready < wanted:  # others load, and may be enough
             self._stall = None
             return max(wanted, number)
-        self._overload[wanted] = min(load, self._overload.get(wanted, math.inf))
+        self._overloads[wanted] = now, min(load_now, self._overload(wanted, now))
         if number > wanted:
             self._stall = None
             return number
@@ -225,6 +241,6 @@ class AutoscaleRule:
         if not demand.unfinished and self._samples[0].arrived == demand.arrived:
             return 0
         number = max(self._least(load, DOWN_UTILIZATION), math.ceil(len(demand.unfinished) / self._concurrency))
-        while number < demand.wanted and load >= RETRY_LOAD * self._overload.get(number, math.inf):
+        while number < demand.wanted and load >= RETRY_LOAD * self._overload(number, demand.now):
             number += 1
         return number

@@ -1,12 +1,13 @@
 """Carries out ``autoscale``: measures the demand of each such stage, and scales it as the rule decides.
 
 Rules
-1. ``autoscale_rule`` alone decides about numbers. A number that ``scale`` has set counts as its last decision.
+1. ``autoscale_rule`` alone decides about numbers. A number that ``scale`` has set counts as its decision.
 2. While new replicas of a stage load, decisions about it are made and not carried out. Replicas that drain delay no
    decision: more replicas may be wanted meanwhile, and ``scale_rule`` takes them back.
 3. While generation is paused or the stage sleeps, nothing is decided: what waits then does not wait for replicas.
    The rule measures the load anew afterwards.
-4. If a replica cannot load, or there is no device for it, that is logged, and the next change waits for ``RETRY_S``.
+4. If a replica cannot load or be prepared, or there is no device for it, that is logged, and the next change waits for
+   ``RETRY_S``.
 5. A replica that was given up for good is removed after ``RETRY_S``, and the number becomes that of the others, but not
    less than ``min``. From then on, the rule decides about its successor.
 """
@@ -18,7 +19,7 @@ from contextlib import suppress
 
 import trio
 
-from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed
+from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed, TemporarilyRefused
 from omni_actors.log_events import Autoscaled, AutoscaleFailed, record
 from omni_actors.system.autoscale_rule import INTERVAL_S, AutoscaleRule, Demand
 from omni_actors.system.scaling import Drain, ScaleControl
@@ -50,7 +51,7 @@ class AutoscaleControl(ScaleControl):
                             if after != before:
                                 record(Autoscaled(stage=stage, before=before, after=after))
                             drains = await self._change(stage, after)
-            except (InvalidRequest, StageFailed) as error:
+            except (InvalidRequest, StageFailed, TemporarilyRefused) as error:
                 record(AutoscaleFailed(stage=stage, replicas=after, error=str(error), retry_in_s=RETRY_S))
                 await trio.sleep(RETRY_S)
             finally:

@@ -12,7 +12,7 @@ import trio
 
 from omni_actors import config as configuration
 from omni_actors.config import Pipeline
-from omni_actors.errors import StageFailed, StartTimedOut
+from omni_actors.errors import StageFailed, StartTimedOut, SystemClosed
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.routes import routes_of, topological
@@ -282,8 +282,11 @@ class OmniSystem(
         if (timeout_s := self.pipeline.start_timeout_s) is None:
             return
         with trio.move_on_after(timeout_s):
-            while self._unsettled():
-                await self.wait_changed()
+            try:
+                while self._unsettled():
+                    await self.wait_changed()
+            except SystemClosed:  # it closes, and workers still load: that is no error of the start
+                return
         if waiting := self._unsettled():
             self.start_error = StartTimedOut(timeout_s, waiting)
             self._supervisor.changes.unpark_all()

@@ -30,8 +30,10 @@ import trio
 
 from omni_actors.config import Pipeline
 from omni_actors.config.devices import DeviceLayoutError
-from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed
+from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed, TemporarilyRefused
+from omni_actors.log_events import AutoscaleFailed, record
 from omni_actors.protocol.messages import Address, WorkerSpec
+from omni_actors.stages.assets import ModelNotFound
 from omni_actors.supervisor.replica import Replica, ReplicaState
 from omni_actors.system import machine
 from omni_actors.system.control import Control
@@ -97,6 +99,8 @@ class ScaleControl(Control):
         Raises:
             InvalidRequest: An argument is wrong, or there are no devices for so many replicas (code "no_devices");
                 nothing has changed.
+            TemporarilyRefused: The system lacks files or descriptors for new replicas (code "cannot_start"); nothing
+                has changed.
             StageAsleep: The stage sleeps; nothing has changed.
             StageFailed: A new replica cannot load. It is removed again; those that did load stay.
             SystemClosed: The system was closed before the change was complete.
@@ -174,14 +178,16 @@ class ScaleControl(Control):
         drain.scope.cancel()
 
     def _new_specs(self, stage: str, workers: int) -> list[WorkerSpec]:
-        """Return what the workers run that a stage lacks. Raises InvalidRequest: there are no devices for them."""
+        """Return what the workers run that a stage lacks. Raises InvalidRequest, TemporarilyRefused (see ``scale``)."""
         taken = {each.address.replica for each in self._orchestrator.pools.replicas(stage) if not each.given_up}
         free = [number for number in range(workers) if number not in taken][: max(0, workers - len(taken))]
         try:
             devices = machine.layout(self.pipeline, stage, workers) if free else ()
+            return [worker_spec(self.pipeline, self._models, Address(stage, each), devices[each]) for each in free]
         except DeviceLayoutError as error:
             raise InvalidRequest(f"replicas: {error}", param="replicas", code="no_devices") from error
-        return [worker_spec(self.pipeline, self._models, Address(stage, each), devices[each]) for each in free]
+        except (OSError, ModelNotFound) as error:
+            raise TemporarilyRefused(f"stage {stage!r} cannot start replicas: {error}", code="cannot_start") from error
 
     async def _add(self, stage: str, specs: Sequence[WorkerSpec], least: int) -> None:
         """Add replicas, and wait until each has been ready. Raises StageFailed, SystemClosed.
@@ -268,7 +274,10 @@ class ScaleControl(Control):
         return self._orchestrator.pools.wanted(stage) == 0 and self.pipeline.stages[stage].starts_from_zero
 
     async def _scale_from_zero(self) -> None:
-        """Start a replica of each stage that a request waits for, where the pipeline asks for that."""
+        """Start a replica of each stage that a request waits for, where the pipeline asks for that.
+
+        The requests that wait for a stage that cannot have one now end with TemporarilyRefused.
+        """
         if not any(stage.starts_from_zero for stage in self.pipeline.stages.values()):
             return
         pools, starting = self._orchestrator.pools, set[str]()
@@ -279,6 +288,9 @@ class ScaleControl(Control):
                     async with self._changing[stage]:
                         if self._starts_when_needed(stage) and stage in pools.starved():
                             await self._change(stage, 1, is_needed=True)
+            except (InvalidRequest, TemporarilyRefused) as error:
+                record(AutoscaleFailed(stage=stage, replicas=1, error=str(error), retry_in_s=0.0))
+                pools.refuse_waiting(stage, str(error))
             finally:
                 starting.discard(stage)
                 if self._running and not self.is_stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from omni_actors.system import machine
 
 WORKER_DESCRIPTORS, RING_DESCRIPTORS = 8, 4
 """File descriptors that the parent opens for each worker and each ring. A test counts them."""
+CONNECT_DESCRIPTORS = 3
+"""Those that it has besides, for each worker at a ring, until the message with copies of the ring's is sent. All rings
+of a worker that starts are announced together."""
 
 
 def edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
@@ -71,11 +75,18 @@ def _directory(model: str | None) -> str | None:
 def descriptors(pipeline: Pipeline) -> int:
     """Return how many file descriptors the parent has open for ``pipeline`` at most.
 
-    These are those of every worker and ring, and of the checkpoints of every request in every resumable stage.
+    These are those of every worker and ring, of the messages by which the worker with the most rings is connected, and
+    of the checkpoints of every request in every resumable stage.
     """
     replicas = {CLIENT: 1} | {name: stage.most_workers for name, stage in pipeline.stages.items()}
-    rings = sum(replicas[spec.producer] * replicas[spec.consumer] for spec in edge_specs(pipeline))
+    specs, announced = edge_specs(pipeline), Counter[str]()
+    rings = sum(replicas[spec.producer] * replicas[spec.consumer] for spec in specs)
+    for spec in specs:
+        for stage, peer in ((spec.producer, spec.consumer), (spec.consumer, spec.producer)):
+            announced[stage] += replicas[peer] * (1 if peer == CLIENT else 2)
+    del announced[CLIENT]
+    connecting = CONNECT_DESCRIPTORS * max(announced.values(), default=0)
     checkpoints = pipeline.limits.max_requests * sum(map(pipeline.resumable, pipeline.stages))
     if pipeline.cluster is not None:
         checkpoints *= 2  # the proxy of memory on another node has an end that is watched
-    return WORKER_DESCRIPTORS * (sum(replicas.values()) - 1) + RING_DESCRIPTORS * rings + checkpoints
+    return WORKER_DESCRIPTORS * (sum(replicas.values()) - 1) + RING_DESCRIPTORS * rings + connecting + checkpoints

@@ -81,6 +81,16 @@ def test_a_session_keeps_its_replica_with_any_policy() -> None:
         assert stage.choose([replica(0), replica(1)], asks(session="a")).replica == 1 - first, "it has moved"
 
 
+def test_round_robin_goes_on_where_it_was_after_the_request_of_a_session() -> None:
+    stage, all_of_them = StageRouting("round_robin"), [replica(n) for n in range(3)]
+    assert stage.choose(all_of_them, asks(session="a")).replica == 0
+    chosen = []
+    for _ in range(6):
+        chosen.append(stage.choose(all_of_them, asks()).replica)
+        assert stage.choose(all_of_them, asks(session="a")).replica == 0
+    assert chosen == [1, 2, 0, 1, 2, 0]
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "SESSIONS", 3)
     monkeypatch.setattr(routing, "PREFIXES", 4)

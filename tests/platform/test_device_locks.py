@@ -138,3 +138,34 @@ async def test_a_killed_holder_holds_nothing(names: list[str]) -> None:
     assert len(locks.fds) == len(names)
     locks.release()
     assert not [name for name in lock_names() if names[0] in name]
+
+
+async def test_long_names_that_differ_have_locks_that_differ(names: list[str]) -> None:
+    long = [f"GPU-{'é' * 80}-{name}" for name in names]
+    one, other, late = DeviceLocks(), DeviceLocks(), DeviceLocks()
+    await one.acquire(long[:1], 0.02)
+    await other.acquire(long[1:], 0.02)
+    with pytest.raises(DeviceBusy):
+        await late.acquire(long[:1], 0.02)
+    for locks in (one, other):
+        locks.release()
+
+
+async def test_a_forked_process_has_no_part_of_the_locks(names: list[str]) -> None:
+    holder, late = DeviceLocks(), DeviceLocks()
+    await holder.acquire(names, 1.0)
+    wait, end = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(end)
+        os.read(wait, 1)
+        os._exit(0)
+    try:
+        with pytest.raises(DeviceBusy):
+            await late.acquire(names, 0.02)
+        holder.release()
+        await late.acquire(names, WATCHDOG_S / 2)
+        late.release()
+    finally:
+        os.close(wait)
+        os.close(end)
+        os.waitpid(pid, 0)  # noqa: ASYNC222 - it has ended

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -25,7 +27,7 @@ from omni_actors.protocol.messages import (
     Ready,
     Stop,
 )
-from omni_actors.protocol.packets import MAX_FDS, PACKED, PACKED_BYTES, send_all
+from omni_actors.protocol.packets import MAX_FDS, PACKED, PACKED_BYTES, close_all, send_all
 from ringbuf import create_memory
 from tests.support.open_descriptors import open_descriptors
 
@@ -369,3 +371,32 @@ async def test_a_message_that_cannot_be_sent_is_its_sender_s_error() -> None:
             parent.post(Loading("x" * messages.MAX_BYTES))
         parent.post(Abort(1))
         assert (await worker.incoming.receive())[0] == Abort(1)
+
+
+async def test_descriptors_wait_while_too_many_are_on_their_way(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts those in the sockets of all processes of a user without privileges."""
+    refusals, send_fds, before = [True] * 3, socket.send_fds, open_descriptors()
+
+    def send(*arguments: Any) -> int:
+        if refusals:
+            refusals.pop()
+            raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+        return send_fds(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", send)
+    memory = create_memory(4096)
+    async with pair() as (parent, worker):
+        parent.post(CONNECT, (memory,))
+        parent.post(Stop())
+        message, fds = await worker.incoming.receive()
+        close_all(fds)
+        assert (message, len(fds), await worker.incoming.receive()) == (CONNECT, 1, (Stop(), ()))
+        refusals.append(True)
+        send_all(worker._sock, [(CheckpointMemory(1), (memory,))])
+        message, fds = await parent.incoming.receive()
+        close_all(fds)
+        assert (message, len(fds)) == (CheckpointMemory(1), 1)
+    assert not refusals
+    assert open_descriptors() == before

@@ -20,6 +20,7 @@ from ringbuf import PeerDied, Ring, RingCorrupted, RingNameRefused, RingNameTake
 from ringbuf._claim import claim_word_of
 from ringbuf._names import SHM, RingName, parse_name, publish
 from tests.ringbuf.descriptors import descriptors
+from tests.support.open_descriptors import few_descriptors
 
 ROOT = Path(ringbuf.__file__).parent.parent
 LABEL = f"test-{os.getpid()}"
@@ -182,6 +183,14 @@ def test_an_unclaimed_end_is_as_dead_as_the_creator() -> None:
                 consumer.recv(timeout=30)
             assert caught.value.pid == child.pid
             assert Ring.sweep_named() == [ring.name]
+
+
+def test_a_ring_is_closed_without_a_free_descriptor() -> None:
+    ring = Ring.create_named(LABEL, CAPACITY)
+    with few_descriptors():
+        ring.close()
+        assert not Path(SHM, str(ring.name)).exists()
+    assert ring.closed
 
 
 def test_a_recycled_pid_is_not_the_creator() -> None:

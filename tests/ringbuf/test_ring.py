@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import ringbuf
 from ringbuf import AlreadyClaimed, Ring, RingClosed, RingCorrupted, RingMisuse, WrongGeneration
 from ringbuf._words import CONSUMER, HEADER, PRODUCER
 from tests.ringbuf.descriptors import descriptors, duplicates
+from tests.support.open_descriptors import few_descriptors
 
 
 def test_a_ring_has_no_name() -> None:
@@ -45,6 +47,26 @@ def test_closing_frees_every_descriptor_and_is_idempotent() -> None:
             with pytest.raises(RingMisuse):
                 call()
     assert descriptors() == before
+
+
+def test_the_end_of_a_dead_process_is_closed_without_a_free_descriptor() -> None:
+    """The peer is woken, and gets what was sent before."""
+    with Ring.create() as ring, Ring.attach(duplicates(ring), generation=0) as twin:
+        ring.claim_producer().send(b"last")
+        consumer = twin.claim_consumer()
+        with consumer.recv(timeout=1.0) as frame:
+            assert bytes(frame.data) == b"last"
+        assert consumer.park()
+        with few_descriptors():
+            twin.close_end("producer")
+        assert select.select([consumer.fileno()], [], [], 0)[0]
+        with pytest.raises(RingClosed):
+            consumer.try_recv()
+    with Ring.create() as ring:
+        producer = ring.claim_producer()
+        ring.close_end("consumer")
+        with pytest.raises(RingClosed):
+            producer.try_send(b"more")
 
 
 def test_a_ring_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 
 import trio
 
-from omni_actors.protocol.messages import CLIENT_ADDRESS, Address
+from omni_actors.protocol.messages import Address
 from omni_actors.stress.simulation.network import Network
 from omni_actors.supervisor.edges import InputEdge, receive_frames
-from ringbuf import AlreadyClaimed, Consumer, Producer, Ring, RingClosed, RingCorrupted, RingStatistics
+from omni_actors.supervisor.process import RingEnd
+from ringbuf import Consumer, Producer, Ring, RingStatistics
 
 WINDOW = 8
 """The most records on their way: what the buffers of a TCP connection hold."""
@@ -47,7 +48,7 @@ class EdgeRings:
         self.rings = {node: Ring.create(capacity, generation=generation) for node in dict.fromkeys(nodes)}
         self.is_closed = self.is_broken = False
         """Closed by the parent; ended by the network."""
-        self._dead: Address | None = None
+        self._dead: RingEnd | None = None
         """The end whose worker is dead."""
         self._scope = trio.CancelScope()
         self._running = False
@@ -68,18 +69,16 @@ class EdgeRings:
         return self.rings[self._parent].fds if self._parent in self.rings else ()
 
     def claim_producer(self) -> Producer:
-        """Claim the client's end; for a dead worker's end, which ``close`` closes, raise RingClosed."""
-        if self.ends[0] == CLIENT_ADDRESS:
-            return self.rings[self._parent].claim_producer()
-        self._dead = self.ends[0]
-        raise RingClosed("producer")
+        """Claim the client's end."""
+        return self.rings[self._parent].claim_producer()
 
     def claim_consumer(self) -> Consumer:
-        """As ``claim_producer``."""
-        if self.ends[1] == CLIENT_ADDRESS:
-            return self.rings[self._parent].claim_consumer()
-        self._dead = self.ends[1]
-        raise RingClosed("consumer")
+        """Claim the client's end."""
+        return self.rings[self._parent].claim_consumer()
+
+    def close_end(self, end: RingEnd) -> None:
+        """Note that the worker of an end is dead. ``close`` closes the end."""
+        self._dead = end
 
     def statistics(self) -> RingStatistics:
         return self.rings[self.nodes[0]].statistics()
@@ -111,11 +110,8 @@ class EdgeRings:
 
     def _close_rings(self) -> None:
         for ring in self._to_close:
-            with suppress(AlreadyClaimed, RingClosed, RingCorrupted):
-                if self._dead == self.ends[0]:
-                    ring.claim_producer()
-                elif self._dead == self.ends[1]:
-                    ring.claim_consumer()
+            if self._dead is not None:
+                ring.close_end(self._dead)
             ring.close()
         self._to_close.clear()
 

@@ -7,15 +7,19 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import psutil
 import pytest
 
-from omni_actors import OmniSystem
+from omni_actors import OmniSystem, config
+from omni_actors.protocol.messages import ControlMessage
 from omni_actors.serve.http.descriptors import SPARE, DescriptorBudget
+from omni_actors.supervisor.edges import Edges
+from omni_actors.supervisor.process import LocalSpawner
+from omni_actors.system.workers import WORKER_DESCRIPTORS, descriptors, edge_specs, worker_specs
 from tests.support.open_descriptors import open_descriptors
 
 Start = Callable[..., AbstractContextManager[Any]]
@@ -63,6 +67,31 @@ async def test_workers_use_no_more_descriptors_than_are_reserved(replicas: int) 
     async with OmniSystem.open("echo", **{"stages.second.replicas": replicas}) as system:
         taken = len(open_descriptors()) - before
         assert system.descriptors / 2 <= taken <= system.descriptors + SPARE / 8
+
+
+@pytest.mark.parametrize("replicas", [1, 12])
+async def test_the_reserve_has_room_for_a_worker_that_is_being_connected(replicas: int) -> None:
+    """Its peers and itself are sent copies of the descriptors of each of its rings. None is sent yet at the peak."""
+    pipeline = config.load("echo", {"stages.first.replicas": replicas})
+    copies, before = list[int](), len(open_descriptors())
+
+    def post(message: ControlMessage, fds: Sequence[int]) -> None:
+        copies.extend(map(os.dup, fds))
+
+    def close_copies() -> None:
+        while copies:
+            os.close(copies.pop())
+
+    edges, specs = Edges(edge_specs(pipeline), LocalSpawner()), worker_specs(pipeline, {}, ["first", "second"])
+    for spec in specs:
+        close_copies()  # the others have been connected
+        edges.connect_worker(spec, post, lambda reason: None)
+    taken = len(open_descriptors()) - before
+    assert taken <= descriptors(pipeline) - WORKER_DESCRIPTORS * len(specs)
+    close_copies()
+    for spec in specs:
+        edges.disconnect_worker(spec.address)
+    assert len(open_descriptors()) == before
 
 
 def test_connections_get_the_descriptors_that_workers_do_not_need(caplog: pytest.LogCaptureFixture) -> None:
