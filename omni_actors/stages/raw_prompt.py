@@ -18,9 +18,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from omni_actors.stages.autoregressive.options import TokenizationKwargs
+from omni_actors.stages.autoregressive.options import DEFAULT_TOKENIZATION, TokenizationKwargs
 from omni_actors.stages.base import Chunk, InvalidRequest
-from omni_actors.stages.refusal import validated
+from omni_actors.stages.refusal import refuse_unknown_tokens, validated
 from omni_actors.stages.tensors import to_torch
 
 
@@ -72,20 +72,23 @@ class RawPrompt:
     def tokens(self, tokenizer: Any, size: int, kwargs: TokenizationKwargs) -> list[int]:
         """Return the tokens of a text or of token ids.
 
-        tokenizer: of transformers. size: of its vocabulary. kwargs: the request's, for a text.
+        tokenizer: of transformers. size: how many tokens the model has. kwargs: the request's, for a text.
         Raises InvalidRequest: an id is not in the vocabulary.
         """
+        tokens, param = self.token_ids, "prompt_token_ids"
         if self.text is not None:
-            return kwargs.cut(tokenizer.encode(self.text, add_special_tokens=kwargs.add_special_tokens))
-        if unknown := [token for token in self.token_ids if not 0 <= token < size]:
-            message = f"prompt_token_ids: the model has no token {unknown[0]}; it has {size}"
-            raise InvalidRequest(message, param="prompt_token_ids")
-        return self.token_ids
+            tokens = kwargs.cut(tokenizer.encode(self.text, add_special_tokens=kwargs.add_special_tokens))
+            param = "prompt"
+        refuse_unknown_tokens(tokens, size, param)
+        return tokens
 
-    def least_tokens(self, longest: int) -> int:
-        """Return how many tokens the prompt has at least. longest: characters of the longest token."""
+    def least_tokens(self, longest: int, kwargs: TokenizationKwargs = DEFAULT_TOKENIZATION) -> int:
+        """Return how many tokens the prompt has at least.
+
+        longest: characters of the longest token. kwargs: the request's, for a text.
+        """
         if self.text is not None:
-            return math.ceil(len(self.text) / longest)
+            return kwargs.least(math.ceil(len(self.text) / longest))
         return len(self.token_ids) or sum(map(len, self._embeds))
 
     def embeds(self, hidden: int, dtype: torch.dtype, repetition_penalty: float) -> Tensor:

@@ -11,7 +11,7 @@ Rules
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -40,6 +40,12 @@ def validated(data: Mapping[str, Any], type: type[T]) -> T:
     except (msgspec.ValidationError, UnicodeError) as error:  # UnicodeError: a lone surrogate
         message, param = split_path(error)
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param or None) from error
+
+
+def refuse_unknown_tokens(tokens: Iterable[int], size: int, param: str) -> None:
+    """Raise InvalidRequest if a model with ``size`` tokens does not have one of these: a forward would fail for all."""
+    if (unknown := next((token for token in tokens if not 0 <= token < size), None)) is not None:
+        raise InvalidRequest(f"{param}: the model has no token {unknown}; it has {size}", param=param)
 
 
 def beyond_context(message: str, param: str = "messages") -> InvalidRequest:

@@ -42,7 +42,7 @@ from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, S
 from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.structure import PARAM, Structure, StructureTokenizer
 from omni_actors.stages.autoregressive.text import AnswerText, Vocabulary
-from omni_actors.stages.refusal import beyond_context, request_work
+from omni_actors.stages.refusal import beyond_context, refuse_unknown_tokens, request_work
 
 
 class TextRequest(PromptRequest[C], GuidedSequence):
@@ -68,6 +68,7 @@ class TextRequest(PromptRequest[C], GuidedSequence):
         self.replayed, self.has_journal = request.replayed, bool(request.journal)
         self.received: ReceivedPrompt | None = None
         """The prompt that another stage computes, until the cache has all of it (see ``roles``)."""
+        self.structure: Structure | None = None
         self.answer: AnswerText
 
     def take(self, count: int) -> list[int]:
@@ -167,7 +168,7 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         if request.sampler:
             request.sampler.see(token for token in tokens if token is not None)
             request.sampler.end_tokens = end_tokens
-            request.sampler.structure = self._structure(params)
+            request.sampler.structure = request.structure = self._structure(params)
         replayed = len(request.decided) if params.logprobs is None else 0
         request.prefill_left, request.ready = len(tokens), len(tokens) + replayed
         longest = max(each.prefill_left for each in request.members)
@@ -189,9 +190,7 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
 
     def _require_known(self, param: str, tokens: Iterable[int]) -> None:
         """Raise ``InvalidRequest`` if the model does not have one of these tokens."""
-        if unknown := [token for token in tokens if token >= self._vocabulary.size]:
-            message = f"{param}: the model has no token {unknown[0]}; it has {self._vocabulary.size}"
-            raise base.InvalidRequest(message, param=param)
+        refuse_unknown_tokens(tokens, self._vocabulary.size, param)
 
     def abort(self, request_id: base.RequestId) -> None:
         if (request := self._requests.get(request_id)) is not None:
@@ -296,7 +295,7 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         samplers = [None if request.decided else request.sampler for request in requests]
         for request, chosen, row in zip(requests, choose(logits, samplers), logits, strict=True):
             if (token := chosen) is None:
-                yield self._failed(request, not_finite())
+                yield self._failed(request, _structure_failure(request) or not_finite())
                 continue
             if request.decided:
                 token = request.decided.popleft()
@@ -312,6 +311,9 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
     ) -> Iterator[base.StageOutput | base.StageFailure]:
         """Add a token to the answer; remove the request if the answer ends. logits: from which it was chosen."""
         count = request.params.logprobs
+        if (failure := _structure_failure(request)) is not None:
+            yield self._failed(request, failure)
+            return
         try:
             with request_work():
                 data = request.answer.push(token)
@@ -344,6 +346,11 @@ def _prefilled(companion: TextRequest[Any], logits: Tensor) -> None:
     elif companion.decided:  # the prompt is done
         companion.prefill_left = len(companion.decided) - 1
         companion.decided.clear()
+
+
+def _structure_failure(request: TextRequest[Any]) -> base.InvalidRequest | None:
+    """Return why the answer cannot have its structure any more, if it cannot."""
+    return request.structure.failure if request.structure is not None else None
 
 
 def _token_biases(params: TextParams) -> dict[int, float]:

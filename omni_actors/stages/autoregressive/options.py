@@ -61,6 +61,10 @@ class TokenizationKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     truncation_side: Literal["left", "right"] = "right"
     """Which tokens are cut off."""
 
+    def least(self, tokens: int) -> int:
+        """Return how many tokens are kept at least of a prompt that has at least ``tokens``."""
+        return tokens if not self.truncation or self.max_length is None else min(tokens, self.max_length)
+
     def cut(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that are kept."""
         if not self.truncation or self.max_length is None or len(tokens) <= self.max_length:

@@ -213,11 +213,15 @@ def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int | Non
         group = logits[[row for row, _ in members]].to("cpu", torch.float32)
         group = torch.stack([sampler.allowed(row) for (_, sampler), row in zip(members, group, strict=True)])
         usable_rows = _finite(group)
+        if not all(usable_rows):  # bias or structure has excluded every token of a row
+            members = [member for member, usable in zip(members, usable_rows, strict=True) if usable]
+            group = group[torch.tensor(usable_rows)]
+        if not members:
+            continue
         chosen = group.argmax(-1) if sampling.temperature == 0 else _drawn(group, sampling, members)
-        for (row, sampler), token, usable in zip(members, chosen.tolist(), usable_rows, strict=True):
-            tokens[row] = token if usable else None
-            if usable:
-                sampler.accept(token)
+        for (row, sampler), token in zip(members, chosen.tolist(), strict=True):
+            tokens[row] = token
+            sampler.accept(token)
     return tokens
 
 

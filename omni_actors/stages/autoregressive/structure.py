@@ -5,25 +5,36 @@ Rules
    (a list of texts) and ``grammar`` (in Lark's format), as vLLM's has.
 2. JSON has no white space that its meaning does not need: small models would go on with it.
 3. The state depends on the answer's tokens alone, so a resumed request has it back when the tokens are counted again.
+4. A structure may fail while the answer goes on: a grammar may lead to where nothing can follow, or be so ambiguous
+   that it exceeds a bound. From then on it excludes every token, and ``failure`` says why. Its request ends with that.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import llguidance
 import llguidance.hf
 import numpy as np
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from torch import Tensor
 
 from omni_actors.stages.base import InvalidRequest
 
 PARAM = "structured_outputs"
 _LONGEST_REASON = 300
+_STACK_BYTES = 256 << 20
+"""The stack on which a grammar is compiled: llguidance recurses over rules that name each other. The longest chain of
+rules that a request's parameters have room for takes less than 32 MB. Only what is used takes memory."""
+_LIMITS = {"grammar": LLParserLimits(max_items_in_row=300)}
+"""An ambiguous grammar has ever more items, and the batch waits for each token in proportion to their square. Only a
+client's own grammar can be so ambiguous. A schema may have as many as llguidance allows: each optional property takes 4
+of them."""
 
 
 def _schema(given: Any) -> str:
@@ -36,7 +47,7 @@ def _schema(given: Any) -> str:
 def _choice(given: Any) -> str:
     if not (isinstance(given, list) and given and all(isinstance(text, str) and text for text in given)):
         raise ValueError("a list of texts was expected")
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in given))
+    return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(json.dumps(text) for text in given))
 
 
 def _object(given: Any) -> str:
@@ -72,17 +83,26 @@ class Structure:
         if len(given) != 1 or not given.keys() <= _GRAMMARS.keys():
             message = f"{PARAM}: expected one of {', '.join(_GRAMMARS)}; found {', '.join(sorted(given)) or 'nothing'}"
             raise InvalidRequest(message, param=PARAM)
-        [(kind, value)] = given.items()
+        [(self._kind, value)] = given.items()
         try:
-            self._matcher = LLMatcher(tokenizer.inner, _GRAMMARS[kind](value), log_level=0)
+            self._matcher = _compiled(tokenizer, self._kind, value)
         except (TypeError, ValueError) as error:
-            raise _refusal(kind, str(error)) from error
-        if self._matcher.is_error():
-            raise _refusal(kind, self._matcher.get_error())
+            raise _refusal(self._kind, str(error)) from error
+        if self.failure is None:
+            self._matcher.compute_bitmask()  # there may be no first token
+        if (failure := self.failure) is not None:
+            raise failure
+
+    @property
+    def failure(self) -> InvalidRequest | None:
+        """Why the answer cannot have this structure; None while it can."""
+        return _refusal(self._kind, self._matcher.get_error()) if self._matcher.is_error() else None
 
     def mask(self, logits: Tensor) -> Tensor:
-        """Return the logits (vocabulary,) with those of tokens that cannot follow at -inf."""
+        """Return the logits (vocabulary,) with those of tokens that cannot follow at -inf: all, once it has failed."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        if self._matcher.is_error():
+            return torch.full_like(logits, float("-inf"))
         allowed = torch.zeros(len(logits), dtype=torch.bool)
         allowed[: len(bits)] = torch.from_numpy(bits[: len(logits)]).bool()
         return logits.masked_fill(~allowed, float("-inf"))
@@ -92,5 +112,21 @@ class Structure:
         self._matcher.consume_token(token)
 
 
+def _compiled(tokenizer: StructureTokenizer, kind: str, value: Any) -> LLMatcher:
+    """Return the matcher of a structure. Raises TypeError, ValueError."""
+
+    def compile_grammar() -> LLMatcher:
+        return LLMatcher(tokenizer.inner, _GRAMMARS[kind](value), log_level=0, limits=_LIMITS.get(kind))
+
+    with ThreadPoolExecutor(1) as executor:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            compiling: Future[LLMatcher] = executor.submit(compile_grammar)  # it starts the thread
+        finally:
+            threading.stack_size(usual)
+        return compiling.result()
+
+
 def _refusal(kind: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{PARAM}: this {kind} cannot be used: {reason[:_LONGEST_REASON]}", param=PARAM)
+    reason = reason.partition("\n<state>")[0][:_LONGEST_REASON]
+    return InvalidRequest(f"{PARAM}: this {kind} cannot be used: {reason}", param=PARAM)

@@ -50,6 +50,11 @@ class Detokenizer:
             self._shorten()
         return piece
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether text is pending: it may be the beginning of a character."""
+        return self._returned < len(self._text)
+
     def finish(self) -> str:
         """Return the pending text. No token may follow."""
         return self._take(len(self._text))
@@ -112,17 +117,20 @@ class StopFilter:
 class Vocabulary:
     """Which ids of a tokenizer end an answer, and which have no text.
 
-    end_tokens: the model's end tokens (an id, several or None); the tokenizer's own is added. ``longest`` is the length
-    of the longest token in characters: a text of n characters has at least n / ``longest`` tokens, unless the tokenizer
-    normalizes text or replaces many characters by one unknown token.
+    end_tokens: the model's end tokens (an id, several or None); the tokenizer's own is added. rows: of the model's
+    embedding table, which may lack tokens that were added to the tokenizer. ``longest`` is the length of the longest
+    token in characters: a text of n characters has at least n / ``longest`` tokens, unless the tokenizer normalizes
+    text or replaces many characters by one unknown token. The model has the tokens below ``size``.
     """
 
-    def __init__(self, tokenizer: Any, end_tokens: int | Sequence[int] | None) -> None:
+    def __init__(self, tokenizer: Any, end_tokens: int | Sequence[int] | None, rows: int | None = None) -> None:
         several = [end_tokens] if isinstance(end_tokens, int) else list(end_tokens or ())
         self.end = frozenset(token for token in (*several, tokenizer.eos_token_id) if token is not None)
         self.silent = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
         tokens = tokenizer.get_vocab()
         self.longest, self.size = max(map(len, tokens)), max(tokens.values()) + 1
+        if rows is not None:
+            self.size = min(self.size, rows)
         self.tokenizer = tokenizer
 
     def end_tokens(self, params: TextParams) -> frozenset[int]:
@@ -148,6 +156,7 @@ class AnswerText:
         self._prompt_tokens, self._max_tokens = prompt_tokens, max_tokens
         decode = partial(vocabulary.decode, skip_special_tokens=params.skip_special_tokens)
         self._detokenizer, self._stops = Detokenizer(decode), StopFilter(params.stop)
+        self._has_stops = bool(params.stop)
 
     def push(self, token: int) -> dict[str, Any]:
         """Add a token; return the output's data: empty if no text became final, and complete at the end."""
@@ -162,7 +171,7 @@ class AnswerText:
             self.finish_reason = "stop" if ended else "length"
         if stopped:
             self.finish_reason = "stop"
-        if not self._stops.has_pending:
+        if not (self._stops.has_pending or (self._has_stops and self._detokenizer.has_pending)):
             self.certain_tokens = self.tokens
         if self.finish_reason is None:
             return {"text": text} if text else {}

@@ -13,7 +13,7 @@ import msgspec
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest
 from omni_actors.stages.bounds import Settings, TokenId
-from omni_actors.stages.refusal import request_work, validated
+from omni_actors.stages.refusal import refuse_unknown_tokens, request_work, validated
 
 
 class _Tokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,9 +55,7 @@ def capabilities(
 
     def detokenize(**given: Any) -> str:
         asked = validated(given, _Detokenize)
-        if unknown := [token for token in asked.tokens if token >= vocabulary.size]:
-            message = f"tokens: the model has no token {unknown[0]}; it has {vocabulary.size}"
-            raise InvalidRequest(message, param="tokens")
+        refuse_unknown_tokens(asked.tokens, vocabulary.size, "tokens")
         with request_work("tokens"):
             return vocabulary.decode(asked.tokens, skip_special_tokens=False)
 

@@ -60,7 +60,8 @@ class LLMEngine(LanguageEngine[LLMRequest]):
         self._model, self._system_prompt = model, options.system_prompt
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
         batch = Scheduler[LLMRequest](self._cache, options.max_batch, options.prefill_chunk)
-        vocabulary = Vocabulary(tokenizer, model.generation_config.eos_token_id)
+        rows = model.get_input_embeddings().num_embeddings
+        vocabulary = Vocabulary(tokenizer, model.generation_config.eos_token_id, rows)
         super().__init__(batch, vocabulary, options, BatchedAdapters(model, part="", idle=options.idle_loras))
         self._capabilities["update_weights"] = self._update_weights
         conversation = partial(conversation_tokens, tokenizer, self._system_prompt)

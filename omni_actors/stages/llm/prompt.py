@@ -28,7 +28,7 @@ from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest
 from omni_actors.stages.multimodal import conversation
 from omni_actors.stages.multimodal.conversation import AudioPart, MediaPart, Message, TextPart
 from omni_actors.stages.raw_prompt import RawPrompt
-from omni_actors.stages.refusal import validated
+from omni_actors.stages.refusal import refuse_unknown_tokens, validated
 from omni_actors.stages.sources import OpenSources
 
 
@@ -88,25 +88,28 @@ class Prompt:
 
         tools: see ``render``. kwargs: the request's.
 
-        A prompt that cannot fit is refused as early as possible: rendering and tokenizing take time in proportion to
-        its length, and all other requests wait meanwhile. A message has at least one token in any chat template.
-        Raises InvalidRequest: as ``render``, or the prompt cannot fit into the context.
+        A prompt that cannot fit, cut or not, is refused as early as possible: rendering and tokenizing take time in
+        proportion to its length, and all other requests wait meanwhile. A message has at least one token in any chat
+        template.
+        Raises InvalidRequest: as ``render``, or the prompt cannot fit into the context, or the model lacks a token.
         """
         if self.raw:
             if tools:
                 raise InvalidRequest("tools: a chat template renders them, and a raw prompt passes it", param="tools")
             return self._raw_tokens(vocabulary, context, kwargs)
         count = len(self.messages)
-        refuse_beyond_context(count, f"{count} messages of at least 1 token", context)
+        refuse_beyond_context(kwargs.least(count), f"{count} messages of at least 1 token", context)
         text = self.render(vocabulary.tokenizer, system_prompt, tools)
-        least = math.ceil(len(text) / vocabulary.longest)
+        least = kwargs.least(math.ceil(len(text) / vocabulary.longest))
         refuse_beyond_context(least, f"{len(text)} characters, which are at least {least} tokens,", context)
-        return kwargs.cut(vocabulary.tokenizer.encode(text, add_special_tokens=False))
+        tokens = kwargs.cut(vocabulary.tokenizer.encode(text, add_special_tokens=False))
+        refuse_unknown_tokens(tokens, vocabulary.size, "messages")
+        return tokens
 
     def _raw_tokens(self, vocabulary: Vocabulary, context: int, kwargs: TokenizationKwargs) -> list[int]:
         if self._has_transcripts:
             raise InvalidRequest("audio was sent, and a raw prompt has no place for its transcript", param="prompt")
-        least = self.raw.least_tokens(vocabulary.longest)
+        least = self.raw.least_tokens(vocabulary.longest, kwargs)
         refuse_beyond_context(least, f"at least {least} tokens", context)
         return self.raw.tokens(vocabulary.tokenizer, vocabulary.size, kwargs)
 

@@ -34,7 +34,7 @@ from omni_actors.stages.multimodal.frames import FrameProcessor
 from omni_actors.stages.multimodal.limits import MediaLimits
 from omni_actors.stages.multimodal.prompt import Media, OmniPrompt
 from omni_actors.stages.omni.options import DEFAULT_MEDIA, MMProcessorKwargs
-from omni_actors.stages.refusal import beyond_context
+from omni_actors.stages.refusal import beyond_context, refuse_unknown_tokens
 
 NO_TOKEN = -1
 """In the place of a token id: the position has only an embedding."""
@@ -115,8 +115,9 @@ class OmniProcessor:
         self._placeholders: dict[str, str] = {kind: getattr(self._processor, f"{kind}_token") for kind in kinds}
         self._placeholder_ids: dict[int, str] = {getattr(self._processor, f"{kind}_token_id"): kind for kind in kinds}
         vocabulary = self.tokenizer.get_vocab()
-        self._longest, self._size = max(map(len, vocabulary)), max(vocabulary.values()) + 1
-        """Characters of the longest token in the vocabulary, and the number of its tokens."""
+        rows = config.thinker_config.text_config.vocab_size
+        self._longest, self._size = max(map(len, vocabulary)), min(max(vocabulary.values()) + 1, rows)
+        """Characters of the longest token in the vocabulary, and how many tokens the tokenizer and the model have."""
         self._limits = limits or MediaLimits()
         truncates = family.audio_kwargs.get("truncation", True)
         """Whether the feature extractor cuts recordings at the length of its window."""
@@ -152,7 +153,8 @@ class OmniProcessor:
         conversation = with_system_prompt(prompt.messages, system_prompt)
         places = _places(prompt.messages, prompt.media, may_be_empty=prompt.may_be_empty)
         # Each message has at least one token besides those of its text.
-        self._check_length(sum(1 + math.ceil(sum(map(len, m.texts)) / self._longest) for m in conversation))
+        least = sum(1 + math.ceil(sum(map(len, m.texts)) / self._longest) for m in conversation)
+        self._check_length(tokenization.least(least))
         decoded = decoder.decode(places, prompt.media, use_audio_in_video)
         return self._with_media(tokenization.cut(self._tokens(conversation)), places, decoded)
 
@@ -165,7 +167,7 @@ class OmniProcessor:
     def _raw(
         self, prompt: OmniPrompt, decoder: Decoder, tokenization: TokenizationKwargs, *, use_audio_in_video: bool
     ) -> OmniInputs:
-        least = prompt.raw.least_tokens(self._longest)
+        least = prompt.raw.least_tokens(self._longest, tokenization)
         self._check_length(least)
         if prompt.raw.is_embedded:
             if prompt.media:
@@ -186,6 +188,7 @@ class OmniProcessor:
         expansions, tensors = self._process(places, decoded) if places else ([], {})
         expanded = self._expanded(ids, places, expansions)
         self._check_length(len(expanded))
+        refuse_unknown_tokens(expanded, self._size, "prompt")
         return OmniInputs(expanded, tensors, decoded.has_video_sound)
 
     def _process(

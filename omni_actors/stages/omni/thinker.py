@@ -88,7 +88,8 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         self._model, self._language, self._device = model, model.model.language_model, model.device
         self._shape = StatesShape.of(self._language.config, model.lm_head, model.dtype)
         self._cache = SlottedCache(options.max_batch, options.context, model.dtype, model.device)
-        vocabulary = Vocabulary(self._processor.tokenizer, model.generation_config.eos_token_id)
+        rows = self._language.embed_tokens.num_embeddings
+        vocabulary = Vocabulary(self._processor.tokenizer, model.generation_config.eos_token_id, rows)
         scheduler: Scheduler[R] = Scheduler(self._cache, options.max_batch, options.prefill_chunk)
         adapters = BatchedAdapters(model, part="thinker", idle=options.idle_loras)
         super().__init__(scheduler, vocabulary, options, adapters)

@@ -134,6 +134,16 @@ def engine_metrics(llm: Any) -> dict[str, float]:
     return figures
 
 
+@contextmanager
+def without_figures(llm: Any) -> Iterator[None]:
+    """Leave what an ``LLMEngine`` does meanwhile out of its figures."""
+    logger, llm.logger_manager = llm.logger_manager, None
+    try:
+        yield
+    finally:
+        llm.logger_manager = logger
+
+
 @dataclass(frozen=True)
 class HiddenStates:
     """The hidden states of one request at k neighbouring positions, from one forward."""

@@ -24,6 +24,8 @@ RESERVED: Mapping[str, str] = {
 DEFAULTS: Mapping[str, Any] = {
     "disable_log_stats": False,
     "enable_prefix_caching": False,  # so that an answer's last digits do not depend on earlier requests
+    # vLLM's "auto" takes the first request's backend for all that follow. "xgrammar" refuses what it does not know.
+    "structured_outputs_config": {"backend": "xgrammar"},
     "scheduling_policy": "priority",  # in order of arrival, unless requests have priorities
     "use_tqdm_on_load": False,
 }

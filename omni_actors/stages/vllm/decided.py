@@ -16,11 +16,13 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
 _KEY = "omni_actors.decided"
+_RESERVED = frozenset({_KEY, "kv_transfer_params", "ec_transfer_params"})
+"""The ``extra_args`` that no client sets: ours, and those by which vLLM moves blocks and encoded media."""
 
 
 def force(sampling: SamplingParams, tokens: Sequence[int]) -> None:
-    """Let a request's answer begin with these tokens."""
-    others = {name: value for name, value in (sampling.extra_args or {}).items() if name != _KEY}
+    """Let a request's answer begin with these tokens, and drop what its client must not set."""
+    others = {name: value for name, value in (sampling.extra_args or {}).items() if name not in _RESERVED}
     sampling.extra_args = {**others, _KEY: list(tokens)} if tokens else others or None
 
 

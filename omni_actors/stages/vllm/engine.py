@@ -6,8 +6,8 @@ Rules
 2. Our request ids are vLLM's external ids, as text. vLLM draws internal ids, which key the captured hidden states.
 3. A resumed request decides the tokens of its journal again (``decided``). A request with several answers (``n``), and
    any request of an engine with speculative decoding, is not resumed, but refused.
-4. An error that vLLM raises for a request becomes that request's ``InvalidRequest``, with vLLM's message. Any other
-   exception of vLLM ends the worker.
+4. An error that vLLM raises for a request becomes that request's ``InvalidRequest``, with vLLM's message. So does an
+   answer that vLLM ends with the reason "error", without a message. Any other exception of vLLM ends the worker.
 
 If logprobs were asked for, an output's data has ``logprobs``: for each new token a list of ``{"token_id", "logprob",
 "rank", "token"}``, in vLLM's order. ``prompt_logprobs`` has the same for each token of the prompt (null for the first).
@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import vllm
 from vllm import LLMEngine, SamplingParams
-from vllm.inputs.engine import embeds_input
+from vllm.inputs.engine import embeds_input, tokens_input
 
 from omni_actors.stages.adapters.engine import AdaptedEngine
 from omni_actors.stages.adapters.options import KEEP, LOAD
@@ -180,9 +181,24 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         outputs = self._llm.step()
         yield from self._prompt_outputs()
         for output in outputs:
-            if (request := self._requests.get(int(output.request_id))) is not None:
+            if (request := self._requests.get(int(output.request_id))) is None:
+                continue
+            if any(answer.finish_reason == "error" for answer in output.outputs):
+                self.abort(request.id)
+                yield StageFailure(request.id, _failure(request.params))
+            else:
                 yield from self._outputs(request, output)
         self._free_ended()
+
+    def warm_up(self) -> None:
+        """Answer one token with log probabilities: what vLLM compiles for them would delay every request by seconds."""
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, prompt_logprobs=1, detokenize=False)
+        with _internals.without_figures(self._llm):
+            with suppress(*CLIENT_ERRORS):  # the engine may offer none, or its context be too small
+                self._llm.add_request("0", tokens_input([0, 0]), sampling)
+            while self.busy:
+                for _ in self.step():
+                    pass
 
     def gauges(self) -> dict[str, float]:
         """Return vLLM's figures (``_internals.engine_metrics``); empty with ``disable_log_stats: true``."""
@@ -197,6 +213,13 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         """Let vLLM free the requests that ended. vLLM does that in its next step, and the loop calls none if idle."""
         if not self._llm.has_unfinished_requests():
             self._llm.step()
+
+
+def _failure(params: VLLMSampling) -> InvalidRequest:
+    """Return why vLLM has ended a request by an error, as far as vLLM tells: a structure's is the client's own."""
+    param = None if params.structured_outputs is None else "structured_outputs"
+    cause = "" if param is None else f", which may come from its {param}"
+    return InvalidRequest(f"vLLM has ended the answer by an error{cause}", param=param, code="unprocessable_input")
 
 
 def logprobs_of(output: Any, answer: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=256)] | None = None
     extra_args: Settings | None = None
-    """Arguments for the custom logits processors that ``engine_args`` names."""
+    """Arguments for the custom logits processors that ``engine_args`` names. vLLM's own are dropped."""
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=1_000_000)] | None = None
     repetition_detection: Settings | None = None

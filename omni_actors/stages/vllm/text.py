@@ -36,7 +36,7 @@ class TextEngine(VLLMEngine[VLLMRequest[Any]]):
         tokenizer: Any = self._llm.get_tokenizer()
         if tokenizer.chat_template is None:
             raise ValueError(f"{context.model}: no chat template; this engine serves conversations only")
-        self._vocabulary = Vocabulary(tokenizer, None)
+        self._vocabulary = Vocabulary(tokenizer, None, self._llm.model_config.get_vocab_size())
         conversation = partial(conversation_tokens, tokenizer, self._options.system_prompt)
         self._capabilities |= tokenizing.capabilities(self._vocabulary, self._context, conversation)
 

@@ -88,3 +88,20 @@ def test_request_parameters_have_bounds(name: str, accepted: tuple[float, ...], 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
 def test_every_accepted_seed_draws(seed: int) -> None:
     assert 0 <= Sampler(Sampling(1.0), RandomNumbers(seed)).draw() < 1
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_tokens_are_all_excluded_gives_none_and_changes_no_other(
+    limits: dict[str, float], temperature: float
+) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    nothing = torch.ones(50, dtype=torch.bool)
+
+    def draw(suppressed: torch.Tensor | None) -> list[int | None]:
+        sampling = msgspec.convert({"temperature": temperature, "repetition_penalty": 1.1, **limits}, Sampling)
+        return choose(logits, [Sampler(sampling, RandomNumbers(3), each) for each in (None, suppressed, None)])
+
+    first, _, last = draw(None)
+    assert draw(nothing) == [first, None, last]
+    assert choose(logits[:1], [Sampler(Sampling(1.0, top_p=0.5), RandomNumbers(3), nothing)]) == [None]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from omni_actors.stages.autoregressive.text import Detokenizer, StopFilter
+from omni_actors.stages.autoregressive.options import TextParams
+from omni_actors.stages.autoregressive.text import AnswerText, Detokenizer, StopFilter, Vocabulary
 
 
 def byte_level() -> Tokenizer:
@@ -148,3 +151,23 @@ def test_memory_is_linear_in_the_length_of_a_stop_string() -> None:
     finally:
         tracemalloc.stop()
     assert stop_filter.push(".") == ("", True)
+
+
+@pytest.mark.parametrize("stop", [("你",), ()], ids=["stop string", "no stop string"])
+def test_a_token_of_an_incomplete_character_is_certain_only_without_stop_strings(stop: tuple[str, ...]) -> None:
+    """The character may complete a stop string, which then cuts off the text of all its tokens."""
+    inner = TOKENIZERS["byte fallback"]
+
+    def decode(tokens: Sequence[int], **options: Any) -> str:
+        return inner.decode(list(tokens))
+
+    tokenizer: Any = SimpleNamespace(
+        eos_token_id=None, added_tokens_decoder={}, get_vocab=inner.get_vocab, decode=decode
+    )
+    answer, certain = AnswerText(Vocabulary(tokenizer, None), 1, 50, TextParams(stop=stop)), []
+    for token in inner.encode("ab你").ids:
+        answer.push(token)
+        certain.append(answer.certain_tokens)
+    assert len(certain) > 3
+    assert certain[-3:] == ([certain[-4]] * 3 if stop else [answer.tokens - 2, answer.tokens - 1, answer.tokens])
+    assert (answer.finish_reason == "stop") == bool(stop)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from omni_actors.stages.base import Decisions, InvalidRequest
 from omni_actors.stages.llm.engine import LLMEngine
-from tests.stages.llm.tiny_engine import CONTEXT, PROMPTS, Results, assert_empty, transformers_of, user
+from tests.stages.llm.tiny_engine import CONTEXT, PROMPTS, Results, assert_empty, opened, transformers_of, user
 from tests.support.engine_driver import Driver
 
 pytestmark = pytest.mark.usefixtures("clear_choices")
@@ -178,3 +181,83 @@ def test_the_tokenizers_own_special_tokens_may_be_left_out(
     for added in (True, False):
         outputs = answer(driver, ({"prompt": TEXT}, {}), tokenization_kwargs={"add_special_tokens": added})
         assert outputs[-1].data["prompt_tokens"] == len(tokens) + added
+
+
+LONG = TEXT * 150
+"""A text of more characters than a prompt of the context can have."""
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_long_prompt_is_cut_and_not_refused(engine: LLMEngine, driver: Driver, tiny: Path, side: str) -> None:
+    ids = engine._vocabulary.tokenizer.encode(LONG)
+    kept = ids[-9:] if side == "left" else ids[:9]
+    expected = answer(driver, ({}, {"token_ids": np.array(kept)}), max_tokens=5)
+    kwargs = {"truncation": True, "max_length": 9, "truncation_side": side}
+    params: dict[str, Any] = {"tokenization_kwargs": kwargs, "max_tokens": 5}
+    assert answer(driver, ({"prompt": LONG}, {}), **params) == expected
+    assert answer(driver, (user(LONG), {}), **params)[-1].data["prompt_tokens"] == 9
+    many = {"messages": [{"role": "user", "content": "a"}] * (CONTEXT + 1)}
+    assert answer(driver, (many, {}), **params)[-1].data["prompt_tokens"] == 9
+    guided = answer(driver, ({"prompt": LONG}, {}), guidance_scale=2.0, negative_prompt=LONG, **params)
+    assert guided[-1].data["prompt_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("data", "tensors", "kwargs"),
+    [
+        ({"prompt": LONG}, {}, {"max_length": 9}),
+        ({"prompt": LONG}, {}, {"truncation": True}),
+        ({"prompt": LONG}, {}, {"truncation": True, "max_length": CONTEXT}),
+        (user(LONG), {}, {"truncation": True, "max_length": CONTEXT}),
+        ({}, {"token_ids": np.ones(CONTEXT, np.int64)}, {"truncation": True, "max_length": 9}),
+    ],
+)
+def test_a_prompt_that_is_not_cut_enough_is_refused(
+    engine: LLMEngine, driver: Driver, data: dict[str, Any], tensors: dict[str, Any], kwargs: dict[str, Any]
+) -> None:
+    driver.start(0, tokenization_kwargs=kwargs)
+    with pytest.raises(InvalidRequest, match="context holds"):
+        driver.feed(0, data, tensors, last=True)
+    driver.live.discard(0)
+    assert_empty(engine)
+
+
+@pytest.fixture(scope="module")
+def padded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
+    """Yield an engine whose tokenizer has a token more than its model."""
+    path = tmp_path_factory.mktemp("padded")
+    shutil.copytree(tiny, path, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(path)
+    with closing(opened(path)) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("data", "tensors", "params", "param"),
+    [
+        (user("a <pad>"), {}, {}, "messages"),
+        ({"prompt": "a <pad>"}, {}, {}, "prompt"),
+        ({}, {"token_ids": np.array([1, 283])}, {}, "prompt_token_ids"),
+        (user("a"), {}, {"guidance_scale": 2.0, "negative_prompt": "<pad>"}, "negative_prompt"),
+        (user("a"), {}, {"logit_bias": {"283": 1}}, "logit_bias"),
+    ],
+)
+def test_a_token_that_the_model_lacks_fails_its_own_request(
+    padded: LLMEngine,
+    drive: Callable[..., Driver],
+    data: dict[str, Any],
+    tensors: dict[str, Any],
+    params: dict[str, Any],
+    param: str,
+) -> None:
+    driver = drive(padded)
+    driver.start(1, max_tokens=5)
+    driver.feed(1, user("hello"), last=True)
+    driver.start(0, **params)
+    with pytest.raises(InvalidRequest, match="no token 283; it has 283") as refused:
+        driver.feed(0, data, tensors, last=True)
+    assert refused.value.param == param
+    driver.live.discard(0)
+    assert driver.run()[1][-1].last

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
+import string
 from collections.abc import Callable
+from importlib import resources
 from typing import Any
 
 import pytest
+import torch
 
-from omni_actors.stages.base import InvalidRequest
+from omni_actors.orchestrator.inputs import PARAMS_BYTES
+from omni_actors.stages.autoregressive.structure import Structure, StructureTokenizer
+from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageRequest
 from omni_actors.stages.llm.engine import LLMEngine
 from tests.stages.llm.resumed_answers import check_every_cut
-from tests.stages.llm.tiny_engine import PROMPTS, answer
+from tests.stages.llm.tiny_engine import PROMPTS, Results, answer, answered, submit, user
 from tests.support.engine_driver import Driver
 
 SCHEMA = {
@@ -76,3 +83,107 @@ def test_a_form_that_cannot_be_used_is_refused(
     with pytest.raises(InvalidRequest, match=words) as caught:
         answer(engine, PROMPTS[0], **params)
     assert caught.value.param == param
+
+
+def chain(rule: str, end: str, *, upper: bool = False) -> str:
+    """Return the longest grammar that fits into a request's parameters, in which each rule names the next one."""
+    letters = string.ascii_uppercase if upper else string.ascii_lowercase
+    names = ("".join(name) for size in range(1, 5) for name in itertools.product(letters, repeat=size))
+    name = next(names)
+    lines, left = [f"start:{name}"], PARAMS_BYTES - 500
+    while left > 0:
+        following = next(names)
+        lines.append(rule.format(name=name, next=following))
+        left -= len(lines[-1]) + 1
+        name = following
+    return "\n".join([*lines, f"{name}:{end}"])
+
+
+@pytest.mark.parametrize("rule", ["{name}:{next}", '{name}:{next}"a"', "{name}:{next}?"])
+@pytest.mark.parametrize("upper", [False, True], ids=["rules", "terminals"])
+def test_the_longest_chain_of_rules_ends_no_worker(engine: LLMEngine, rule: str, upper: bool) -> None:
+    """It is compiled, and the answer has it or the request fails alone."""
+    params = {"structured_outputs": {"grammar": chain(rule, '"a"', upper=upper)}, "max_tokens": 4}
+    submit(engine, 0, PROMPTS[0], **params)
+    results = Results().run(engine)
+    assert set(results.text(0)) <= {"a"}
+    assert 0 in results.ends or results.failed[0].param == "structured_outputs"
+
+
+IMPOSSIBLE = 'start: "x" y\ny: "a" y'
+
+
+@pytest.mark.parametrize("guidance", [{}, {"guidance_scale": 2.0, "negative_prompt": "hello"}], ids=["plain", "guided"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.5, "seed": 3}], ids=["greedy", "drawn"])
+def test_a_form_that_fails_while_the_answer_goes_on_fails_its_request_alone(
+    engine: LLMEngine, sampling: dict[str, Any], guidance: dict[str, Any]
+) -> None:
+    text, _ = answered(engine, PROMPTS[1], 12)
+    submit(engine, 1, PROMPTS[1], max_tokens=12)
+    submit(engine, 2, PROMPTS[0], structured_outputs={"grammar": IMPOSSIBLE}, **sampling, **guidance)
+    results = Results().run(engine)
+    assert results.text(1) == text
+    assert results.failed[2].param == "structured_outputs"
+    assert 2 not in results.ends
+
+
+def test_a_form_that_fails_fails_a_resumed_answer_too(engine: LLMEngine) -> None:
+    """Nothing can follow the token of the journal."""
+    [x] = engine._vocabulary.tokenizer.encode("x", add_special_tokens=False)
+    params = {"structured_outputs": {"grammar": IMPOSSIBLE}}
+    engine.start(StageRequest(0, (CLIENT,), params, journal=((x,),)))
+    engine.feed(0, Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=user(PROMPTS[0])))
+    results = Results().run(engine)
+    assert results.failed[0].param == "structured_outputs"
+    assert not results.ends
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_tiny: LLMEngine) -> StructureTokenizer:
+    vocabulary = shared_tiny._vocabulary
+    return StructureTokenizer(vocabulary.tokenizer, sorted(vocabulary.end))
+
+
+def walk(structure: Structure, drawn: random.Random) -> int:
+    """Accept tokens that may follow until the structure fails, ends or has 400; return how many."""
+    for taken in range(400):
+        allowed = structure.mask(torch.zeros(283)).isfinite().nonzero().flatten().tolist()
+        if not allowed or allowed == [282]:
+            return taken
+        structure.accept(drawn.choice([token for token in allowed if token != 282]))
+    return 400
+
+
+def test_an_ambiguous_grammar_is_bounded(tokenizer: StructureTokenizer) -> None:
+    structure = Structure(tokenizer, {"grammar": 'start: s\ns: s s s | s s | "a" | "aa" | ""'})
+    assert 50 < walk(structure, random.Random(1)) < 200
+    assert "items" in str(structure.failure)
+
+
+def test_large_schemas_do_not_reach_the_bound(tokenizer: StructureTokenizer) -> None:
+    """The schema of OpenAPI documents, without what JSON schemas cannot ask for here, and some made up."""
+    resource = resources.files("openapi_spec_validator") / "resources/schemas/v3.0/schema.json"
+    texts = [f"word{number}" for number in range(3000)]
+    fields = [{"a": {"type": "integer"}, text: {"type": "string"}} for text in texts[:100]]
+    for settings in (
+        {"json": supported(json.loads(resource.read_text()))},
+        {"json": {"type": "object", "properties": {text: {"type": "string"} for text in texts[:480]}}},
+        {"json": {"anyOf": [{"type": "object", "properties": each} for each in fields]}},
+        {"json": {"enum": texts}},
+        {"choice": texts},
+    ):
+        drawn = random.Random(2)
+        for _ in range(5):
+            structure = Structure(tokenizer, settings)
+            assert walk(structure, drawn), structure.failure
+            assert structure.failure is None
+
+
+def supported(schema: Any) -> Any:
+    """Return a schema without the keys that structures do not know."""
+    if isinstance(schema, list):
+        return [supported(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    unknown = {"uniqueItems", "format", "not", "minProperties", "maxProperties"}
+    return {name: supported(value) for name, value in schema.items() if name not in unknown}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -167,3 +168,25 @@ def test_a_cut_prompt_is_answered_or_refused(engine: Any, driver: Driver) -> Non
     assert outputs[-1].data["prompt_tokens"] == 6
     with pytest.raises(InvalidRequest, match="leaves out"):
         refuse(driver, SHOWN.chunks, tokenization_kwargs=kwargs)
+
+
+def test_a_long_prompt_is_cut_and_not_refused(driver: Driver) -> None:
+    kwargs = {"truncation": True, "max_length": 6}
+    long = "a b c " * 20_000
+    for asked in (Ask(long).chunks, [({"prompt": long}, {})]):
+        outputs = answer(driver, asked, downstream=False, tokenization_kwargs=kwargs)
+        assert outputs[-1].data["prompt_tokens"] == 6
+        with pytest.raises(InvalidRequest, match="the limit is"):
+            refuse(driver, asked, tokenization_kwargs={**kwargs, "max_length": 10**6})
+
+
+def test_a_token_that_the_model_lacks_fails_its_own_request(engine: Any, driver: Driver) -> None:
+    """A token was added to the tokenizer alone."""
+    processor = engine._processor
+    with mock.patch.object(processor, "_size", max(processor.tokenizer.encode("a"))):
+        for asked in (Ask("a").chunks, [({"prompt": "a"}, {})]):
+            with pytest.raises(InvalidRequest, match="the model has no token"):
+                refuse(driver, asked)
+        for params in ({"negative_prompt": "a"}, {}):
+            with pytest.raises(InvalidRequest, match="the model has no token"):
+                refuse(driver, Ask("a").chunks, guidance_scale=2.0, **params)

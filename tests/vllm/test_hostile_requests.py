@@ -1,0 +1,85 @@
+"""One request cannot harm the engines on vLLM; and what no request pays for, because it is done while they load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+from vllm.v1.structured_output import StructuredOutputManager
+
+from omni_actors.errors import InvalidRequest
+from omni_actors.stages.base import StageFailure, WarmsUp
+from tests.vllm.test_text import answer, ask, text_of
+
+QUESTION = "what is this ?"
+
+
+@pytest.fixture(scope="module", params=["vllm", "vllm_qwen3_thinker"])
+def name(request: pytest.FixtureRequest) -> str:
+    """The module's scope keeps the tests of one engine together: a process has one."""
+    return str(request.param)
+
+
+@pytest.fixture
+def driver(drive: Callable[..., Any], name: str) -> Any:
+    return drive(name)
+
+
+@pytest.mark.parametrize("argument", ["kv_transfer_params", "ec_transfer_params"])
+def test_a_client_cannot_set_what_vllm_moves(driver: Any, argument: str) -> None:
+    plain = text_of(answer(driver, max_tokens=4))
+    for value in (5, {"do_remote_prefill": True}):
+        assert text_of(answer(driver, max_tokens=4, extra_args={argument: value})) == plain
+
+
+def test_a_structure_that_is_refused_changes_nothing_for_the_next_ones(driver: Any) -> None:
+    """vLLM's own choice would be a backend for the first one, which the next ones could not use."""
+    with pytest.raises(InvalidRequest):
+        answer(driver, structured_outputs={"json": {"type": "object", "patternProperties": {"(": {}}}})
+    driver.live.discard(1)
+    outputs = answer(driver, structured_outputs={"grammar": 'root ::= "x"'}, max_tokens=5)
+    assert (text_of(outputs), outputs[-1].data["finish_reason"]) == ("x", "stop")
+    assert text_of(answer(driver, structured_outputs={"json_object": True}, max_tokens=5)).startswith("{")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_answer_that_vllm_ends_by_an_error_fails_alone(driver: Any, name: str, n: int) -> None:
+    several = {"n": n} if name == "vllm" else {}
+
+    def accept(manager: Any, request: Any, tokens: Any) -> bool:
+        return request.structured_output_request is None
+
+    plain = text_of(answer(driver, QUESTION, max_tokens=8))
+    with mock.patch.object(StructuredOutputManager, "accept_tokens", accept):
+        ask(driver, 1, QUESTION, structured_outputs={"regex": "[ab]{9}"}, **several, temperature=1.0, seed=1)
+        ask(driver, 2, QUESTION, max_tokens=8)
+        outputs = driver.run()
+    [failure] = outputs[1]
+    assert isinstance(failure, StageFailure)
+    assert isinstance(failure.error, InvalidRequest)
+    assert failure.error.param == "structured_outputs"
+    assert text_of(outputs[2]) == plain
+    assert not driver.engine._requests
+
+
+def test_warming_up_leaves_nothing_behind(driver: Any) -> None:
+    engine = driver.engine
+    before = engine.gauges()
+    assert isinstance(engine, WarmsUp)
+    engine.warm_up()
+    assert not engine.busy
+    assert engine.gauges() == before
+    with mock.patch.object(engine._llm.model_config, "max_logprobs", 0):
+        engine.warm_up()
+    assert not engine.busy
+
+
+def test_a_token_that_the_model_lacks_fails_its_own_request(driver: Any, name: str) -> None:
+    engine = driver.engine
+    reader, size = (engine._vocabulary, "size") if name == "vllm" else (engine._processor, "_size")
+    assert getattr(reader, size) <= engine._llm.model_config.get_vocab_size()
+    with mock.patch.object(reader, size, 2), pytest.raises(InvalidRequest, match="the model has no token"):
+        answer(driver)
+    driver.live.discard(1)
