@@ -29,12 +29,22 @@ from omni_actors.stages.base import InvalidRequest
 PARAM = "structured_outputs"
 _LONGEST_REASON = 300
 _STACK_BYTES = 256 << 20
-"""The stack on which a grammar is compiled: llguidance recurses over rules that name each other. The longest chain of
-rules that a request's parameters have room for takes less than 32 MB. Only what is used takes memory."""
-_LIMITS = {"grammar": LLParserLimits(max_items_in_row=300)}
-"""An ambiguous grammar has ever more items, and the batch waits for each token in proportion to their square. Only a
-client's own grammar can be so ambiguous. A schema may have as many as llguidance allows: each optional property takes 4
-of them."""
+"""The stack on which a structure is compiled: llguidance recurses over the objects of a schema and over rules that name
+each other. The longest chain that a request's parameters have room for takes less than 32 MB. Only what is used takes
+memory."""
+_MOST_LINES = 500
+"""Lines of a grammar. Each rule has its own; to report an error at the end of a chain of n rules, llguidance takes time
+in proportion to n squared: 1 s for 500."""
+_LIMITS = {
+    "json": LLParserLimits(initial_lexer_fuel=100_000),
+    "regex": LLParserLimits(initial_lexer_fuel=60_000),
+    "grammar": LLParserLimits(initial_lexer_fuel=60_000, max_items_in_row=300),
+}
+"""What a client's structure may cost the batch, which waits for it. initial_lexer_fuel: compiling a regular expression
+takes time in proportion to the square of its size: 1 s at 60,000. A schema of 450 properties with patterns takes less.
+max_items_in_row: an ambiguous grammar has ever more items, and each token takes time in proportion to their square.
+Only a client's own grammar can be so ambiguous. A schema may have as many as llguidance allows: each optional property
+takes 4 of them."""
 
 
 def _schema(given: Any) -> str:
@@ -56,12 +66,18 @@ def _object(given: Any) -> str:
     return _schema({"type": "object"})
 
 
+def _grammar(given: Any) -> str:
+    if isinstance(given, str) and given.count("\n") >= _MOST_LINES:
+        raise ValueError(f"it has more than {_MOST_LINES} lines")
+    return LLMatcher.grammar_from_lark(given)
+
+
 _GRAMMARS: dict[str, Callable[[Any], str]] = {
     "json": _schema,
     "json_object": _object,
     "regex": LLMatcher.grammar_from_regex,
     "choice": _choice,
-    "grammar": LLMatcher.grammar_from_lark,
+    "grammar": _grammar,
 }
 
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import re
-import string
 from collections.abc import Callable
 from importlib import resources
 from typing import Any
@@ -85,29 +84,48 @@ def test_a_form_that_cannot_be_used_is_refused(
     assert caught.value.param == param
 
 
-def chain(rule: str, end: str, *, upper: bool = False) -> str:
-    """Return the longest grammar that fits into a request's parameters, in which each rule names the next one."""
-    letters = string.ascii_uppercase if upper else string.ascii_lowercase
-    names = ("".join(name) for size in range(1, 5) for name in itertools.product(letters, repeat=size))
-    name = next(names)
-    lines, left = [f"start:{name}"], PARAMS_BYTES - 500
-    while left > 0:
-        following = next(names)
-        lines.append(rule.format(name=name, next=following))
-        left -= len(lines[-1]) + 1
-        name = following
-    return "\n".join([*lines, f"{name}:{end}"])
+def chain(rule: str, end: str, *, upper: bool, lines: int = 500) -> str:
+    """Return a grammar in which each rule names the next one."""
+    names = [f"{'T' if upper else 'r'}{number}" for number in range(lines - 1)]
+    rules = [rule.format(name=name, next=following) for name, following in itertools.pairwise(names)]
+    return "\n".join([f"start: {names[0]}", *rules, f"{names[-1]}: {end}"])
 
 
 @pytest.mark.parametrize("rule", ["{name}:{next}", '{name}:{next}"a"', "{name}:{next}?"])
 @pytest.mark.parametrize("upper", [False, True], ids=["rules", "terminals"])
-def test_the_longest_chain_of_rules_ends_no_worker(engine: LLMEngine, rule: str, upper: bool) -> None:
+@pytest.mark.parametrize("end", ['"a"', "nowhere"])
+def test_a_long_chain_of_rules_ends_no_worker(engine: LLMEngine, rule: str, upper: bool, end: str) -> None:
     """It is compiled, and the answer has it or the request fails alone."""
-    params = {"structured_outputs": {"grammar": chain(rule, '"a"', upper=upper)}, "max_tokens": 4}
+    params = {"structured_outputs": {"grammar": chain(rule, end, upper=upper)}, "max_tokens": 4}
+    if end == "nowhere":
+        with pytest.raises(InvalidRequest, match="unknown name"):
+            submit(engine, 0, PROMPTS[0], **params)
+        return
     submit(engine, 0, PROMPTS[0], **params)
     results = Results().run(engine)
     assert set(results.text(0)) <= {"a"}
     assert 0 in results.ends or results.failed[0].param == "structured_outputs"
+
+
+def test_a_grammar_has_a_bound_of_lines(engine: LLMEngine) -> None:
+    """llguidance would take minutes to say what is wrong with this one."""
+    grammar = chain("{name}:{next}", "nowhere", upper=False, lines=5500)
+    assert len(grammar) < PARAMS_BYTES
+    with pytest.raises(InvalidRequest, match="more than 500 lines") as caught:
+        submit(engine, 0, PROMPTS[0], structured_outputs={"grammar": grammar})
+    assert caught.value.param == "structured_outputs"
+
+
+def test_the_deepest_schema_ends_no_worker(engine: LLMEngine) -> None:
+    depth = 600
+    inner = [
+        {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}, "required": ["a"]} for n in range(depth)
+    ]
+    definitions = {f"d{n}": each for n, each in enumerate(inner)} | {f"d{depth}": {"type": "integer"}}
+    schema = {"$ref": "#/$defs/d0", "$defs": definitions}
+    assert PARAMS_BYTES * 0.8 < len(json.dumps(schema)) < PARAMS_BYTES
+    submit(engine, 0, PROMPTS[0], structured_outputs={"json": schema}, max_tokens=4)
+    assert Results().run(engine).text(0).startswith("{")
 
 
 IMPOSSIBLE = 'start: "x" y\ny: "a" y'
@@ -160,6 +178,15 @@ def test_an_ambiguous_grammar_is_bounded(tokenizer: StructureTokenizer) -> None:
     assert "items" in str(structure.failure)
 
 
+@pytest.mark.parametrize("size", [15_000, 30_000])
+def test_a_regular_expression_that_takes_long_to_compile_is_refused(tokenizer: StructureTokenizer, size: int) -> None:
+    """It is refused for its size, before llguidance tries to compile it for seconds."""
+    pattern = "a?" * size
+    for settings in ({"regex": pattern}, {"grammar": f"start: A\nA: /{pattern}/"}):
+        with pytest.raises(InvalidRequest, match="too big"):
+            Structure(tokenizer, settings)
+
+
 def test_large_schemas_do_not_reach_the_bound(tokenizer: StructureTokenizer) -> None:
     """The schema of OpenAPI documents, without what JSON schemas cannot ask for here, and some made up."""
     resource = resources.files("openapi_spec_validator") / "resources/schemas/v3.0/schema.json"
@@ -170,6 +197,7 @@ def test_large_schemas_do_not_reach_the_bound(tokenizer: StructureTokenizer) -> 
         {"json": {"type": "object", "properties": {text: {"type": "string"} for text in texts[:480]}}},
         {"json": {"anyOf": [{"type": "object", "properties": each} for each in fields]}},
         {"json": {"enum": texts}},
+        {"json": {"type": "object", "properties": {text: {"pattern": "^[a-z]{1,20}$"} for text in texts[:400]}}},
         {"choice": texts},
     ):
         drawn = random.Random(2)
