@@ -55,6 +55,11 @@ class Playback:
         self._ends += duration_s
         return gap_s
 
+    def drop(self, duration_s: float) -> None:
+        """Let the player drop sound that it has not played: it plays what follows so much sooner."""
+        if self._ends is not None:
+            self._ends -= duration_s
+
     @property
     def ends(self) -> float | None:
         """When the player will have played everything that it has; None before the first sound."""

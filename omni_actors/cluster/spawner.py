@@ -10,7 +10,8 @@ Rules
 4. A connection that is not authenticated has ``HANDSHAKE_S`` seconds, and there are at most ``MOST_STRANGERS`` of them:
    the oldest makes room.
 5. Agents outlast the workers: a cancellation from outside reaches the tasks here when the block of ``open_cluster`` has
-   ended. These tasks are protected from KeyboardInterrupt, which is raised in the user's task.
+   ended. What they do is protected from KeyboardInterrupt, which is raised in the user's task. Trio's own
+   code that accepts a connection is not: it runs for microseconds.
 """
 
 from __future__ import annotations

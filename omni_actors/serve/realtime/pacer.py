@@ -47,6 +47,14 @@ class Pacer:
         """Return how much of the sound the player has played."""
         return max(0.0, self.sent_s - self.unplayed_s(now))
 
+    def dropped_s(self, now: float) -> float:
+        """Return how much of this answer's own sound the player drops if it drops all that it has not played."""
+        return min(self.sent_s, self.unplayed_s(now))
+
+    def play_sooner(self, seconds: float) -> None:
+        """Record that the player has dropped so much sound of an answer before this one."""
+        self._player.drop(seconds)
+
     def unplayed_s(self, now: float) -> float:
         """Return how long the player will play until the end of this answer's sound.
 

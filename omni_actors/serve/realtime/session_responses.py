@@ -178,9 +178,16 @@ class SessionResponses:
         return Entry(item)
 
     async def _stop(self, response: Response) -> None:
-        """Cut a response for the client, if it is in progress. From now on it counts as not playing."""
+        """Cut a response for the client, if it is in progress. From now on it counts as not playing.
+
+        The player drops its sound, so it plays the responses behind it sooner.
+        """
         if response in self._playing:
-            self._playing.remove(response)
+            place = self._playing.index(response)
+            dropped_s = response.pacer.dropped_s(trio.current_time())
+            for each in self._playing[place + 1 :]:
+                each.pacer.play_sooner(dropped_s)
+            del self._playing[place]
         if response in self.in_progress:
             await self._cut(response, "client_cancelled")
 

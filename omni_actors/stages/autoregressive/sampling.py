@@ -199,12 +199,13 @@ def _floors(ordered: Tensor, top_p: float) -> Tensor:
 def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int | None]:
     """Choose a token id for each row of the logits (rows, vocabulary). A row without a sampler is greedy.
 
-    A row whose largest logit is not finite gives None.
+    A row whose largest logit is not finite, or of which the sampler excludes every token, gives None.
     """
     tokens: list[int | None] = [None] * len(samplers)
     finite = _finite(logits)
     if not all(samplers):
-        tokens = [token if usable else None for token, usable in zip(logits.argmax(-1).tolist(), finite, strict=True)]
+        likeliest = logits.argmax(-1).tolist()
+        tokens = [likeliest[row] if finite[row] and not sampler else None for row, sampler in enumerate(samplers)]
     by_sampling: dict[Sampling, list[tuple[int, Sampler]]] = {}
     for row, (sampler, usable) in enumerate(zip(samplers, finite, strict=True)):
         if sampler and usable:

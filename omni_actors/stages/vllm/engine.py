@@ -6,8 +6,9 @@ Rules
 2. Our request ids are vLLM's external ids, as text. vLLM draws internal ids, which key the captured hidden states.
 3. A resumed request decides the tokens of its journal again (``decided``). A request with several answers (``n``), and
    any request of an engine with speculative decoding, is not resumed, but refused.
-4. An error that vLLM raises for a request becomes that request's ``InvalidRequest``, with vLLM's message. So does an
-   answer that vLLM ends with the reason "error", without a message. Any other exception of vLLM ends the worker.
+4. An error that vLLM raises for a request becomes that request's ``InvalidRequest``, with vLLM's message. Any other
+   exception of vLLM ends the worker. An answer that vLLM ends with the reason "error" fails: with structured outputs by
+   ``InvalidRequest``, because they cannot be had; without them for now, because vLLM says that it may be sent again.
 
 If logprobs were asked for, an output's data has ``logprobs``: for each new token a list of ``{"token_id", "logprob",
 "rank", "token"}``, in vLLM's order. ``prompt_logprobs`` has the same for each token of the prompt (null for the first).
@@ -215,11 +216,13 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
             self._llm.step()
 
 
-def _failure(params: VLLMSampling) -> InvalidRequest:
-    """Return why vLLM has ended a request by an error, as far as vLLM tells: a structure's is the client's own."""
-    param = None if params.structured_outputs is None else "structured_outputs"
-    cause = "" if param is None else f", which may come from its {param}"
-    return InvalidRequest(f"vLLM has ended the answer by an error{cause}", param=param, code="unprocessable_input")
+def _failure(params: VLLMSampling) -> InvalidRequest | TemporarilyRefused:
+    """Return why vLLM has ended an answer by an error (rule 4)."""
+    if params.structured_outputs is None:
+        return TemporarilyRefused("vLLM has ended the answer by an error of its own", code="engine_error")
+    param = "structured_outputs"
+    message = f"vLLM has ended the answer by an error, which may come from its {param}"
+    return InvalidRequest(message, param=param, code="unprocessable_input")
 
 
 def logprobs_of(output: Any, answer: Any) -> dict[str, Any]:

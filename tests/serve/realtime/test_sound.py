@@ -142,6 +142,18 @@ def test_sound_is_played_behind_that_of_the_answer_before() -> None:
     assert [late.played_s(at) for at in (10.1, 10.6)] == pytest.approx([0.0, 0.5])
 
 
+def test_sound_is_played_sooner_when_that_of_the_answer_before_is_dropped() -> None:
+    first = Pacer()
+    first.sent(0.0, 1.9)
+    second = Pacer(ends=first.ends)
+    second.sent(0.5, 1.0)
+    assert second.played_s(1.0) == 0.0
+    second.play_sooner(first.dropped_s(0.5))
+    assert first.dropped_s(0.5) == pytest.approx(1.5)
+    assert second.played_s(1.0) == pytest.approx(0.5)
+    assert second.unplayed_s(1.0) == pytest.approx(0.5)
+
+
 def test_nothing_counts_as_played_before_the_player_begins() -> None:
     pacer = Pacer()
     pacer.sent(10.0, 1.0)

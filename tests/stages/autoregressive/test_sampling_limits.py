@@ -104,4 +104,6 @@ def test_a_row_whose_tokens_are_all_excluded_gives_none_and_changes_no_other(
 
     first, _, last = draw(None)
     assert draw(nothing) == [first, None, last]
-    assert choose(logits[:1], [Sampler(Sampling(1.0, top_p=0.5), RandomNumbers(3), nothing)]) == [None]
+    excluded = Sampler(Sampling(1.0, top_p=0.5), RandomNumbers(3), nothing)
+    assert choose(logits[:1], [excluded]) == [None]
+    assert choose(logits[:2], [None, excluded]) == [logits[0].argmax(), None]
