@@ -381,7 +381,9 @@ class Driver:
             return False
         timing.detected_s = lost.at - hit_at
         probe = self.client.submit(self._workload.probe(stage), "replay")
-        await watch.until(lambda: stage in watch.given_up or watch.serving_since(stage, lost.at) is not None)
+        await watch.until(
+            lambda: watch.is_given_up(stage, lost.replica) or watch.serving_since(stage, lost.at) is not None
+        )
         serving = watch.serving_since(stage, lost.at)
         if serving:
             timing.ready_s, timing.load_s = serving.at - hit_at, serving.load_s

@@ -87,6 +87,12 @@ class HealthWatch:
         """The first worker of a stage that became ready at or after ``at``."""
         return next((each for each in self.serving if each.stage == stage and each.at >= at), None)
 
+    def is_given_up(self, stage: str, number: int) -> bool:
+        """Whether a replica was given up. Others of its stage, such as a standby, may serve."""
+        return any(
+            name == stage and each.replica == number and each.state == "failed" for name, each in self.replicas
+        )
+
     def forget(self, before: float) -> list[ObservedDeath]:
         """Drop the records from before ``before``. Returns the deaths among them."""
         old = [death for death in self.deaths if death.at < before]
