@@ -89,9 +89,7 @@ class HealthWatch:
 
     def is_given_up(self, stage: str, number: int) -> bool:
         """Whether a replica was given up. Others of its stage, such as a standby, may serve."""
-        return any(
-            name == stage and each.replica == number and each.state == "failed" for name, each in self.replicas
-        )
+        return any(name == stage and each.replica == number and each.state == "failed" for name, each in self.replicas)
 
     def forget(self, before: float) -> list[ObservedDeath]:
         """Drop the records from before ``before``. Returns the deaths among them."""
