@@ -25,6 +25,7 @@ REQUIRED = {
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # the supervisor keeps the end of stderr to explain a crash
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other workers of the pipeline use the same cores
+    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # torch leaves them in TMPDIR, wherever its cache is
 }
 
 
