@@ -15,8 +15,8 @@ from omni_actors.system import machine
 WORKER_DESCRIPTORS, RING_DESCRIPTORS = 8, 4
 """File descriptors that the parent opens for each worker and each ring. A test counts them."""
 CONNECT_DESCRIPTORS = 3
-"""Those that it has besides, for each worker at a ring, until the message with copies of the ring's is sent. All rings
-of a worker that starts are announced together."""
+"""The copies of a ring's descriptors in the message that connects one worker to the ring. The parent has them open until
+the message is sent. When a worker starts, it posts the messages about all its rings at once."""
 
 
 def edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
@@ -75,8 +75,8 @@ def _directory(model: str | None) -> str | None:
 def descriptors(pipeline: Pipeline) -> int:
     """Return how many file descriptors the parent has open for ``pipeline`` at most.
 
-    These are those of every worker and ring, of the messages by which the worker with the most rings is connected, and
-    of the checkpoints of every request in every resumable stage.
+    It counts those of all workers and rings, those in the messages that connect the worker with the most rings, and
+    one for each checkpoint: each resumable stage may keep one of each request.
     """
     replicas = {CLIENT: 1} | {name: stage.most_workers for name, stage in pipeline.stages.items()}
     specs, announced = edge_specs(pipeline), Counter[str]()
