@@ -15,8 +15,8 @@ from omni_actors.system import machine
 WORKER_DESCRIPTORS, RING_DESCRIPTORS = 8, 4
 """File descriptors that the parent opens for each worker and each ring. A test counts them."""
 CONNECT_DESCRIPTORS = 3
-"""The copies of a ring's descriptors in the message that connects one worker to the ring. The parent has them open until
-the message is sent. When a worker starts, it posts the messages about all its rings at once."""
+"""The copies of a ring's descriptors in the message that connects one worker to the ring. The parent has them open
+until the message is sent. When a worker starts, the parent posts the messages about all its rings at once."""
 
 
 def edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
