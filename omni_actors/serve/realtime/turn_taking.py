@@ -12,7 +12,8 @@ Rules
 6. A thread uses the detector only while the task of ``hear`` waits for it. Other tasks leave the detector alone.
 7. When the settings change, a new ``TurnTaking`` judges what the buffer holds, so speech in progress keeps its begin. A
    turn that was announced keeps its item (``TurnItem``). It is a turn also if the new settings would ignore it as a
-   backchannel, and it is stopped, and makes no item, if they do not find it. The wait for speech goes on.
+   backchannel. If they do not find it within ``_FOUND_WITHIN_MS``, it is stopped and makes no item. The wait for
+   speech goes on.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from omni_actors.turns import (
 
 KEPT_S = 45.0
 """How much sound without speech is kept. It exceeds the longest idle timeout."""
+_FOUND_WITHIN_MS = 320
+"""How much speech new settings may need to find a turn that was announced: ten windows of the detector."""
 _THREADS = trio.CapacityLimiter(2)
 
 
@@ -71,15 +74,21 @@ class TurnItem:
 
     Attributes:
         id: of the item.
-        is_announced: whether ``speech_started`` was posted for it.
+        speech_ms: where in the session's sound its speech begins, once ``speech_started`` was posted for it.
     """
 
     def __init__(self) -> None:
-        self.id, self.is_announced = new_id("item"), False
+        self.id = new_id("item")
+        self.speech_ms: float | None = None
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether ``speech_started`` was posted for it."""
+        return self.speech_ms is not None
 
     def take(self) -> str:
         """Return the identifier: the turn has ended. The item of the next turn has a new one."""
-        id, self.id, self.is_announced = self.id, new_id("item"), False
+        id, self.id, self.speech_ms = self.id, new_id("item"), None
         return id
 
 
@@ -159,8 +168,6 @@ class TurnTaking:
         data, size = self._sound.content(), bytes_per_s(self._format)
         for at in range(0, len(data), size):
             await self._judge(data[at : at + size])
-        if self._item.is_announced and not self._detector.is_speaking:  # the new settings do not find the turn
-            self._post_stopped(self._begins_ms + self._detector.position_ms)
 
     async def hear(self, data: bytes) -> None:
         """Take the next sound of the user, and do what it asks for. Raises HTTPError: the buffer is full."""
@@ -185,7 +192,10 @@ class TurnTaking:
         if self._barge_in.advanced(self._detector.spoken_until_ms) is Decision.CUT:
             await self._cut()
         if not self._detector.is_speaking:
-            self._sound.forget(self._begins_ms + self._detector.position_ms - 1000 * KEPT_S, self._format)
+            end_ms = self._begins_ms + self._detector.position_ms
+            if self._item.speech_ms is not None and end_ms >= self._item.speech_ms + _FOUND_WITHIN_MS:
+                self._post_stopped(end_ms)  # new settings do not find the turn
+            self._sound.forget(end_ms - 1000 * KEPT_S, self._format)
 
     def reset(self) -> None:
         """Forget the turn in progress: the client took or dropped its sound. The session takes the item."""
@@ -236,7 +246,7 @@ class TurnTaking:
         assert event is not None
         if self._item.is_announced:
             return
-        self._item.is_announced = True
+        self._item.speech_ms = self._begins_ms + event.speech_ms
         start_ms = round(self._begins_ms + event.at_ms)
         self._outbox.post("input_audio_buffer.speech_started", audio_start_ms=start_ms, item_id=self._item.id)
 

@@ -53,6 +53,20 @@ def test_a_turn_goes_on_when_the_detection_is_off_for_a_while(talk: Session) -> 
     assert events[1]["item_id"] == item_id
 
 
+def test_a_turn_that_new_settings_find_a_little_later_goes_on(talk: Session) -> None:
+    """It has just begun. With a threshold of 0.9, it needs 160 ms more to be found than with the default."""
+    sound = silence(1) + pcm(say(SENTENCES[2])) + silence(1)
+    begun = 2 * 24 * 1200
+    detect(talk, {"type": "server_vad", "create_response": False})
+    talk.hear(sound[:begun])
+    item_id = talk.until(STARTED)[-1]["item_id"]
+    detect(talk, {"type": "server_vad", "threshold": 0.9, "create_response": False})
+    talk.hear(sound[begun:])
+    events = talk.until("conversation.item.done")
+    assert [event["type"] for event in events] == TURN[1:]
+    assert events[0]["item_id"] == item_id
+
+
 def test_a_turn_that_new_settings_do_not_find_is_stopped(talk: Session) -> None:
     """With a threshold of 0, everything is speech."""
     detect(talk, {"type": "server_vad", "threshold": 0.0, "create_response": False})
