@@ -369,8 +369,17 @@ def test_the_tokens_of_a_conversation_are_those_of_a_request(driver: Any) -> Non
     assert QUESTIONS[0] in engine.call("detokenize", {"tokens": found["tokens"]})
 
 
-def test_tools_are_refused_where_the_template_does_not_know_them(driver: Any) -> None:
-    tools = [{"type": "function", "function": {"name": "weather"}}]
-    with pytest.raises(InvalidRequest, match="does not know tools"):
-        answer(driver, QUESTIONS[0], tools=tools)
-    driver.live.discard(1)
+@pytest.mark.usefixtures("clear_choices")
+def test_tools_are_in_the_prompt_as_on_the_llm_engine(driver: Any, drive: Callable[..., Any]) -> None:
+    """The template of SmolLM2 does not know tools."""
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    schema = {**city, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": city}}]
+    asked = {"tools": tools, "max_tokens": 12}
+    question = "Is it warm in Rome?"
+    without = answer(driver, question, max_tokens=12)[-1].data["prompt_tokens"]
+    expected, found = answer(drive("llm"), question, **asked), answer(driver, question, **asked)
+    assert (text_of(found), found[-1].data["prompt_tokens"]) == (text_of(expected), expected[-1].data["prompt_tokens"])
+    assert found[-1].data["prompt_tokens"] > without + 50
+    called = text_of(answer(driver, question, tools=tools, structured_outputs={"json": schema}))
+    assert json.loads(called)["city"] in ("Rome", "Oslo")
