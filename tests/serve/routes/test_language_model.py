@@ -152,6 +152,32 @@ def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, choice: Any
     assert json.loads(arguments)["city"] in ("Rome", "Oslo")
 
 
+@pytest.mark.parametrize("tools", [["place"], ["place", "weather"]])
+def test_parameters_may_refer_to_their_definitions(client: openai.OpenAI, tools: list[str]) -> None:
+    """As clients make them of nested types. One of several tools is chosen by random weights."""
+    city = {"type": "object", "properties": {"name": {"enum": ["Rome"]}}, "required": ["name"]}
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"City": {**city, "additionalProperties": False}},
+    }
+    place = {"type": "function", "function": {"name": "place", "parameters": parameters}}
+    known = {"place": place, "weather": WEATHER}
+    answer = ask(client, tools=[known[name] for name in tools], tool_choice="required", max_tokens=100)
+    [call] = answer.choices[0].message.tool_calls
+    city = json.loads(call.function.arguments)["city"]
+    assert city == {"name": "Rome"} if call.function.name == "place" else city in ("Rome", "Oslo")
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**100])
+def test_a_call_with_an_integer_of_any_size_may_be_sent_back(client: openai.OpenAI, number: int) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": f'{{"n": {number}}}'}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, *HELLO]
+    assert ask(client, messages=messages, tools=[WEATHER], max_tokens=2).choices
+
+
 def test_calls_and_their_results_may_be_sent_back(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [
