@@ -24,7 +24,7 @@ from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.tools import NamedTool, call_schema, checked_arguments
-from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.http.errors import bad_request, quote_value
 from omni_actors.serve.media.audio import decode
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
 from omni_actors.serve.media.pictures import require_encoder
@@ -131,15 +131,22 @@ def require_possible(body: schemas.ChatRequest) -> None:
         raise bad_request("top_logprobs: needs logprobs: true", "top_logprobs", "invalid_value")
     if not must_call(body):
         return
-    known = [tool.function.name for tool in body.tools]
-    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in known:
-        message = f"tool_choice.function.name: {body.tool_choice.function.name!r} is not one of the tools"
-        raise bad_request(message, "tool_choice.function.name", "invalid_value")
-    if not known:
+    functions = [tool.function for tool in body.tools]
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        functions = [function for function in functions if function.name == name]
+        if not functions:
+            message = f"tool_choice.function.name: {name!r} is not one of the tools"
+            raise bad_request(message, "tool_choice.function.name", "invalid_value")
+    if not functions:
         raise bad_request("tool_choice: there are no tools to choose from", "tool_choice", "invalid_value")
     if not isinstance(body.response_format, schemas.TextFormat):
         message = "response_format: the answer is a call of a tool; accepted: {'type': 'text'}"
         raise bad_request(message, "response_format", "unsupported_parameter")
+    for function in functions:
+        if (kind := function.parameters.get("type", "object")) != "object":
+            message = f"tools: the parameters of {function.name!r} have the type {quote_value(kind)}"
+            raise bad_request(f"{message}; accepted: 'object'", "tools", "invalid_value")
 
 
 def parameters_of(

@@ -6,7 +6,7 @@ Rules
 3. Pictures make ``content`` a list of parts, in a stream too: PNG files as data: URLs, and the text before them.
    Previews are not sent.
 4. A call of a tool is sent when it is complete. The arguments of the one tool that the model must call are sent as the
-   model writes them. Of several tools that it must call one of, a call that was cut is not sent, as text neither.
+   model writes them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Calls:
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """Return as ``push`` what the end of the text shows."""
         if self._required is not None:
-            call = written_call("".join(self._required))
-            return "", [] if call is None else [self._object(call)]
+            text = "".join(self._required)
+            call = written_call(text)
+            return (text, []) if call is None else ("", [self._object(call)])
         if self._filter is None:
             return "", []
         text, calls = self._filter.finish()

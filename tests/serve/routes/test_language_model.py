@@ -170,6 +170,18 @@ def test_parameters_may_refer_to_their_definitions(client: openai.OpenAI, others
     assert json.loads(call.function.arguments) == expected[call.function.name]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("kind", ["integer", ["object", "null"], {}])
+def test_a_tool_that_must_be_called_takes_an_object(client: openai.OpenAI, choice: Any, kind: Any) -> None:
+    """Its call would be none, because arguments are an object."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools: the parameters of 'f' have the type .*; accepted: 'object'"
+    ) as refused:
+        ask(client, tools=[tool], tool_choice=choice)
+    assert refused.value.param == "tools"
+
+
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**100])
 def test_a_call_with_an_integer_of_any_size_may_be_sent_back(client: openai.OpenAI, number: int) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": f'{{"n": {number}}}'}}
