@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,9 @@ import jiwer
 import openai
 import pytest
 import soundfile
+import transformers
+
+from omni_actors.stages import assets
 
 pytestmark = [pytest.mark.voice, pytest.mark.slow]
 
@@ -117,6 +121,65 @@ def test_a_response_is_streamed_and_continued(client: openai.OpenAI) -> None:
     assert again.usage is not None
     assert final.usage is not None
     assert again.usage.input_tokens > final.usage.total_tokens
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]},
+    },
+}
+CLOCK: Any = {"type": "function", "function": {"name": "clock", "description": "The time."}}
+ROME: Any = {"role": "user", "content": "Is it warm in Rome? Look at its weather."}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]])
+def test_a_tool_is_called_and_its_result_taken(client: openai.OpenAI, choice: Any, modalities: Any) -> None:
+    """The template of the model does not know tools. A call that must be made is not read out."""
+    asked: Any = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "modalities": modalities}
+    message = chat(client, [ROME], **asked).choices[0].message
+    [call] = message.tool_calls
+    assert (call.function.name, message.content, message.audio) == ("weather", None, None)
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] in ("Rome", "Oslo")
+    streamed = [chunk.choices[0].delta for chunk in chat(client, [ROME], stream=True, **asked)]
+    pieces = [each.function.arguments for delta in streamed for each in delta.tool_calls or ()]
+    assert json.loads("".join(pieces)) == arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It is 31 degrees in Rome."}
+    asked |= {"tool_choice": "none", "audio": {"format": "wav", "voice": "any"}}
+    answer = chat(client, [ROME, message.model_dump(exclude_none=True), result], **asked).choices[0].message
+    assert "31" in (answer.content or answer.audio.transcript)
+    assert (answer.audio is not None) == ("audio" in modalities)
+
+
+def test_a_call_that_the_model_may_make_would_be_read_out(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="would be read out") as refused:
+        chat(client, tools=[WEATHER], modalities=["text", "audio"], audio={"format": "wav", "voice": "any"})
+    assert refused.value.param == "modalities"
+    assert chat(client, tools=[WEATHER]).usage.prompt_tokens > chat(client).usage.prompt_tokens + 50
+
+
+def test_a_response_calls_a_tool_and_takes_its_result(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "strict": False, **WEATHER["function"]}
+    question = ROME["content"]
+    first = client.responses.create(model="voice", input=question, tools=[tool], tool_choice="required")
+    [call] = first.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "It is 31 degrees in Rome."}
+    answer = client.responses.create(model="voice", input=[result], previous_response_id=first.id)
+    assert "31" in answer.output_text
+
+
+def test_a_prompt_without_tools_is_that_of_the_models_own_template(voice: Any) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(assets.resolve("smollm2-135m-instruct"))
+    brief = {"role": "system", "content": "Be brief."}
+    for messages in (FRANCE, [brief, *FRANCE], [*FRANCE, {"role": "assistant", "content": "Paris."}, ROME]):
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert voice.http.post("/tokenize", json={"messages": messages}).json()["tokens"] == expected
 
 
 DICTATION = (

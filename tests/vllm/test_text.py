@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors import safe_open
 from vllm import SamplingParams
 
 from omni_actors.errors import InvalidRequest
+from omni_actors.serve.api.tools import FunctionDefinition, Tool, call_schema
 from omni_actors.stages.vllm import _internals
 from omni_actors.stages.vllm.arguments import WrongEngineArgument
 from omni_actors.stages.vllm.options import VLLMParams, VLLMSampling
@@ -369,8 +371,22 @@ def test_the_tokens_of_a_conversation_are_those_of_a_request(driver: Any) -> Non
     assert QUESTIONS[0] in engine.call("detokenize", {"tokens": found["tokens"]})
 
 
-def test_tools_are_refused_where_the_template_does_not_know_them(driver: Any) -> None:
-    tools = [{"type": "function", "function": {"name": "weather"}}]
-    with pytest.raises(InvalidRequest, match="does not know tools"):
-        answer(driver, QUESTIONS[0], tools=tools)
-    driver.live.discard(1)
+@pytest.mark.usefixtures("clear_choices")
+def test_tools_are_in_the_prompt_as_on_the_llm_engine(driver: Any, drive: Callable[..., Any]) -> None:
+    """The template of SmolLM2 does not know tools."""
+    city = {"enum": ["Rome", "Oslo"]}
+    parameters = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"]}
+    weather = Tool(FunctionDefinition("weather", parameters={**parameters, "$defs": {"City": city}}))
+    clock = Tool(FunctionDefinition("clock"))
+    tools = msgspec.to_builtins([weather, clock])
+    asked = {"tools": tools, "max_tokens": 12}
+    question = "Is it warm in Rome?"
+    without = answer(driver, question, max_tokens=12)[-1].data["prompt_tokens"]
+    expected, found = answer(drive("llm"), question, **asked), answer(driver, question, **asked)
+    assert (text_of(found), found[-1].data["prompt_tokens"]) == (text_of(expected), expected[-1].data["prompt_tokens"])
+    assert found[-1].data["prompt_tokens"] > without + 50
+    for choice in ([weather], [clock, weather]):
+        called = json.loads(
+            text_of(answer(driver, question, tools=tools, structured_outputs={"json": call_schema(choice)}))
+        )
+        assert called["name"] == "clock" or called["arguments"]["city"] in ("Rome", "Oslo")

@@ -5,6 +5,7 @@ Rules
 2. Text that is not such a call stays text, also between the tags.
 3. White space beside a call is not part of the answer.
 4. The JSON of a call is decoded on the event loop, so its size, its cost and its depth are bounded first.
+5. The arguments of a call stay the text that the model or the client wrote. Decoding could change their numbers.
 """
 
 from __future__ import annotations
@@ -76,51 +77,67 @@ class _Written(msgspec.Struct):
     """A call, as the model writes it."""
 
     name: Name
-    arguments: dict[str, Any] = {}
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of these tools, as the model writes it."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    """Return the JSON schema of a call of one of these tools, as the model writes it.
+
+    The schemas of the arguments are definitions of it, because vLLM resolves no reference into a list.
+    """
+    definitions, calls = {}, []
+    for at, tool in enumerate(tools):
+        place = f"#/$defs/arguments_{at}"
+        definitions[f"arguments_{at}"] = _moved(tool.function.parameters or {"type": "object"}, place)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": place}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": definitions}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema that is a part of another one, at ``place``, with its references to itself."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _moved(value, place) for key, value in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        found["$ref"] = place + reference[1:]
+    return found
 
 
 def written_call(text: str) -> ToolCall | None:
     """Return the call that this text is; None if it is no call, or one that is too large or nested too deeply."""
     try:
         call = msgspec.json.decode(_measured(text.strip(), DecodingCost("call")), type=_Written)
+        arguments = bytes(call.arguments).decode()
     except (msgspec.DecodeError, UnicodeError, HTTPError):
         return None
-    return ToolCall.of(call.name, msgspec.json.encode(call.arguments).decode())
+    return ToolCall.of(call.name, arguments) if arguments.startswith("{") else None
 
 
-async def arguments_object(call: ToolCall, param: str) -> dict[str, Any]:
+async def checked_arguments(call: ToolCall, param: str) -> str:
     """Return the arguments of a call in a client's message. A checkpoint follows: a request may have many calls.
 
     param: the client's name of the arguments.
 
     Raises HTTPError: they are not a JSON object, or would take too long to decode.
     """
+    arguments = call.function.arguments or "{}"
     try:
-        document = _measured(call.function.arguments or "{}", DecodingCost("JSON object"))
-        found = msgspec.json.decode(document, type=dict[str, Any])
+        msgspec.json.decode(_measured(arguments, DecodingCost("JSON object")), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError) as error:
         raise bad_request(f"{param}: not a JSON object: {error}", param) from error
     except HTTPError as error:
         raise bad_request(f"{param}: {error.message}", param, error.code) from error
     await trio.lowlevel.checkpoint()
-    return found
+    return arguments
 
 
 def _measured(text: str, cost: DecodingCost) -> bytes:

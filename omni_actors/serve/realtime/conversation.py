@@ -10,7 +10,7 @@ Rules
    left out, and the rest of its item is not.
 4. An output of a function needs its call: without it, the client's item is refused. If the call is not a part of a
    request, the output is not either. A call whose arguments are no JSON object within the bounds of
-   ``arguments_object`` is a part of no request; a model may write such ones. Nor is an unfinished call (``Response``).
+   ``checked_arguments`` is a part of no request; a model may write such ones. Nor is an unfinished call (``Response``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import trio
 from omni_actors.errors import OmniError
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.api.tools import FunctionCall as ChatFunctionCall
-from omni_actors.serve.api.tools import ToolCall, arguments_object
+from omni_actors.serve.api.tools import ToolCall, checked_arguments
 from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
 from omni_actors.serve.media.base64_data import to_base64
 from omni_actors.serve.realtime.input_audio import Recording
@@ -344,7 +344,7 @@ async def _calls(entries: Sequence[Entry]) -> dict[Entry, dict[str, Any]]:
     for entry in entries:
         if isinstance(item := entry.item, FunctionCall):
             with suppress(HTTPError):
-                function = {"name": item.name, "arguments": await arguments_object(call_of(item), "arguments")}
+                function = {"name": item.name, "arguments": await checked_arguments(call_of(item), "arguments")}
                 found[entry] = {"id": item.call_id, "type": "function", "function": function}
     return found
 

@@ -4,7 +4,7 @@ Rules
 1. A response waits for the words of the user's recordings where the pipeline has a transcriber. Otherwise the pipeline
    hears the recordings themselves.
 2. If the model may call functions, and the pipeline speaks scripts, the text is spoken by a request of its own: calls
-   are not read aloud.
+   are not read aloud. What is written of a call that was cut before it was one is dropped for the same reason.
 3. A conversation that is too long for the model loses its older half and is tried again, unless the session's
    ``truncation`` is "disabled". Messages of the system stay. Nothing has been sent by then.
 4. ``cancel`` ends the requests in every stage at once. Sound that has not left is dropped.
@@ -30,6 +30,7 @@ from omni_actors.serve.realtime.pipeline import SessionPipeline
 from omni_actors.serve.realtime.response_events import ResponseEvents
 from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.sound import SoundEncoder, bytes_per_s
+from omni_actors.serve.routes.chat import must_call
 from omni_actors.serve.routes.chat_answer import Calls
 
 DELTA_S = 0.2
@@ -183,7 +184,8 @@ class Response:
                 entries = left
             finally:
                 generation.abort()
-        await self._add_text(*self._calls.finish(), script)
+        text, calls = self._calls.finish()
+        await self._add_text("" if must_call(self._settings.body) else text, calls, script)
         if self._finish_reason != "length":  # else the last call was cut, and the end of the response ends it
             self._events.end_call()
 

@@ -22,7 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.errors import OmniError
 from omni_actors.serve.api.errors import renaming, to_http_error
-from omni_actors.serve.api.tools import arguments_object
+from omni_actors.serve.api.tools import checked_arguments
 from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.media.base64_data import from_base64
 from omni_actors.serve.realtime import events
@@ -338,7 +338,7 @@ class Session:
             message = f"{param}.type: no stage of {self._pipeline.system.pipeline.name!r} takes tools"
             raise bad_request(f"{message}; accepted: 'message'", f"{param}.type", "unsupported_parameter")
         if isinstance(item, FunctionCall):
-            await arguments_object(call_of(item), f"{param}.arguments")
+            await checked_arguments(call_of(item), f"{param}.arguments")
 
     async def _recordings(self, item: Item) -> dict[int, Recording]:
         """Take the recordings out of a client's message. Raises HTTPError."""

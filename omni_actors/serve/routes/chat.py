@@ -23,8 +23,8 @@ from omni_actors.serve.api import responses, schemas
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.tools import NamedTool, arguments_object, call_schema
-from omni_actors.serve.http.errors import bad_request
+from omni_actors.serve.api.tools import NamedTool, call_schema, checked_arguments
+from omni_actors.serve.http.errors import bad_request, quote_value
 from omni_actors.serve.media.audio import decode
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
 from omni_actors.serve.media.pictures import require_encoder
@@ -90,9 +90,16 @@ def _modalities(body: schemas.ChatRequest, pipeline: Pipeline) -> tuple[str, ...
     """Return the modalities of the answer. Raises HTTPError.
 
     A spoken answer has its transcript. Text beside a picture is optional: clients ask a pipeline for both that makes
-    pictures only.
+    pictures only. A call that the model must make is text. Where a stage speaks the text of another one, it would read
+    out the calls that the model may make.
     """
+    if must_call(body):
+        return ("text",)
     emitted = {stage.emits for stage in pipeline.stages.values()}
+    speaks_texts = any("script" in stage.accepts for stage in pipeline.stages.values())
+    if "audio" in (body.modalities or ()) and body.tools and body.tool_choice != "none" and speaks_texts:
+        message = "modalities: calls of tools would be read out; accepted: ['text'], or tool_choice 'none'"
+        raise bad_request(f"{message}; /v1/realtime speaks answers with tools", "modalities", "unsupported_parameter")
     makes_pictures_only = "image" in emitted and "text" not in emitted
     asked = body.modalities or (("image",) if makes_pictures_only else ("text",))
     if "image" not in asked:
@@ -102,6 +109,11 @@ def _modalities(body: schemas.ChatRequest, pipeline: Pipeline) -> tuple[str, ...
         message = "n: an answer with pictures has one choice; accepted: 1; /v1/images/generations makes several"
         raise bad_request(message, "n", "unsupported_parameter")
     return ("image",) if makes_pictures_only or "text" not in asked else ("text", "image")
+
+
+def must_call(body: schemas.ChatRequest) -> bool:
+    """Return whether the answer is a call of a tool and nothing else."""
+    return body.tool_choice not in (None, "none", "auto")
 
 
 def require_possible(body: schemas.ChatRequest) -> None:
@@ -117,17 +129,24 @@ def require_possible(body: schemas.ChatRequest) -> None:
         raise bad_request("n: a spoken answer has one choice; accepted: 1", "n", "unsupported_parameter")
     if body.top_logprobs is not None and body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: needs logprobs: true", "top_logprobs", "invalid_value")
-    if body.tool_choice in (None, "none", "auto"):
+    if not must_call(body):
         return
-    known = [tool.function.name for tool in body.tools]
-    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in known:
-        message = f"tool_choice.function.name: {body.tool_choice.function.name!r} is not one of the tools"
-        raise bad_request(message, "tool_choice.function.name", "invalid_value")
-    if not known:
+    functions = [tool.function for tool in body.tools]
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        functions = [function for function in functions if function.name == name]
+        if not functions:
+            message = f"tool_choice.function.name: {name!r} is not one of the tools"
+            raise bad_request(message, "tool_choice.function.name", "invalid_value")
+    if not functions:
         raise bad_request("tool_choice: there are no tools to choose from", "tool_choice", "invalid_value")
     if not isinstance(body.response_format, schemas.TextFormat):
         message = "response_format: the answer is a call of a tool; accepted: {'type': 'text'}"
         raise bad_request(message, "response_format", "unsupported_parameter")
+    for function in functions:
+        if (kind := function.parameters.get("type", "object")) != "object":
+            message = f"tools: the parameters of {function.name!r} have the type {quote_value(kind)}"
+            raise bad_request(f"{message}; accepted: 'object'", "tools", "invalid_value")
 
 
 def parameters_of(
@@ -219,7 +238,7 @@ async def _tool_fields(message: schemas.ChatMessage, param: str, pipeline: Pipel
         return {"tool_call_id": message.tool_call_id or ""}
     calls = []
     for at, call in enumerate(message.tool_calls or ()):
-        arguments = await arguments_object(call, f"{param}.tool_calls[{at}].function.arguments")
+        arguments = await checked_arguments(call, f"{param}.tool_calls[{at}].function.arguments")
         function = {"name": call.function.name, "arguments": arguments}
         calls.append({"id": call.id, "type": "function", "function": function})
     return {"tool_calls": calls}

@@ -34,6 +34,7 @@ from omni_actors.stages.autoregressive.scheduler import Scheduler
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.autoregressive.weights import replace_weights
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
+from omni_actors.stages.llm.chat_template import check_chat_template
 from omni_actors.stages.llm.options import LLMParams
 from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
 from omni_actors.stages.refusal import request_work, validated
@@ -219,10 +220,7 @@ def open_engine(context: StageContext) -> LLMEngine:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(assets.cache_dir() / "torchinductor"))
     context.report("reading the tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(context.tokenizer_directory, local_files_only=True)
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{context.tokenizer_directory}: there is no chat template; the llm engine serves conversations only"
-        )
+    check_chat_template(tokenizer, context.tokenizer_directory)
     context.report("reading the weights")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would fill the end of stderr, which explains a crash
     model: Any = AutoModelForCausalLM.from_pretrained(

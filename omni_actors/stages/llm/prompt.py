@@ -6,27 +6,26 @@ Rules
 2. A chunk of an upstream stage has a piece of a transcript: ``data["text"]``, of the recording ``data["index"]``.
 3. Recordings without a conversation are the user's question.
 4. The model gets text only: an audio part is replaced by its transcript, and newlines join the parts of a message.
-5. Tools, calls of tools and their results are for chat templates that know tools.
+5. Tools, calls of tools and their results are rendered by the chat template, or become text (see ``chat_template``).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-import jinja2.meta
 import msgspec
 
 from omni_actors.stages.autoregressive.language import refuse_beyond_context
 from omni_actors.stages.autoregressive.options import DEFAULT_TOKENIZATION, TokenizationKwargs
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest
+from omni_actors.stages.llm.chat_template import RenderedMessage, knows_tools, tools_as_text
 from omni_actors.stages.multimodal import conversation
-from omni_actors.stages.multimodal.conversation import AudioPart, MediaPart, Message, TextPart
+from omni_actors.stages.multimodal.conversation import AudioPart, MediaPart, Message, TextPart, ToolCall
 from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import refuse_unknown_tokens, validated
 from omni_actors.stages.sources import OpenSources
@@ -118,28 +117,34 @@ class Prompt:
 
         tokenizer: a transformers tokenizer with a chat template. system_prompt: for a conversation without one. tools:
         the functions that the model may call.
-        Raises InvalidRequest: there is nothing to answer, or the chat template refuses the conversation or the tools.
+        Raises InvalidRequest: there is nothing to answer, or the chat template refuses the conversation.
         """
         sent = self.messages or [Message("user", [AudioPart(index) for index in sorted(self._transcripts)])]
-        messages = [
-            {"role": message.role, "content": self._text(message), **message.tool_fields}
-            for message in conversation.with_system_prompt(sent, system_prompt)
-        ]
-        if tools or any(message.tool_fields for message in sent):
-            _require_tools(tokenizer.get_chat_template(tools=list(tools) or None))
+        messages = [self._rendered(message) for message in conversation.with_system_prompt(sent, system_prompt)]
         turns = [message for message in sent if message.role != "system"]
         has_text = any(self._text(message).strip() for message in turns or sent)
         if not (has_text or self._may_be_empty):
             raise InvalidRequest("the prompt is empty: no message has text", param="messages")
+        given = list(tools) or None
+        has_tools = given is not None or any(message.has_tools for message in sent)
+        if has_tools and not knows_tools(tokenizer.get_chat_template(tools=given)):
+            messages, given = tools_as_text(messages, tools), None
         try:
-            text: str = tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
-            )
+            text: str = tokenizer.apply_chat_template(messages, tools=given, add_generation_prompt=True, tokenize=False)
         except jinja2.TemplateError as error:
             # Some templates refuse conversations such as two user messages in a row.
             message = f"the model's chat template refuses the conversation: {error}"
             raise InvalidRequest(message, param="messages") from error
         return text
+
+    def _rendered(self, message: Message) -> RenderedMessage:
+        """Return a message as chat templates take it."""
+        rendered: RenderedMessage = {"role": message.role, "content": self._text(message)}
+        if message.tool_calls:
+            rendered["tool_calls"] = [_rendered_call(call) for call in message.tool_calls]
+        if message.role == "tool":
+            rendered["tool_call_id"] = message.tool_call_id
+        return rendered
 
     def _text(self, message: Message) -> str:
         if isinstance(message.content, str):
@@ -166,14 +171,13 @@ def conversation_tokens(
     return tokens
 
 
-def _require_tools(template: str) -> None:
-    """Raise InvalidRequest if a chat template does not render tools."""
-    if not _knows_tools(template):
-        message = "tools: the model's chat template does not know tools"
-        raise InvalidRequest(message, param="tools", code="unsupported_parameter")
-
-
-@functools.lru_cache(maxsize=4)
-def _knows_tools(template: str) -> bool:
-    parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)  # nothing is rendered
-    return "tools" in jinja2.meta.find_undeclared_variables(parsed)
+def _rendered_call(call: ToolCall) -> dict[str, Any]:
+    """Return a call as chat templates take it. Raises InvalidRequest: its arguments are not a JSON object."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeError) as error:
+            message = f"messages: the arguments of a call of {call.function.name!r} are not a JSON object: {error}"
+            raise InvalidRequest(message, param="messages") from error
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

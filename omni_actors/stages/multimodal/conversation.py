@@ -41,23 +41,38 @@ class VideoPart(_MediaPart, frozen=True, tag="video"):
 MediaPart: TypeAlias = AudioPart | ImagePart | VideoPart
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """A function and the arguments that it is called with: a JSON object, or its text.
+
+    The text may have integers of more than 64 bits, which no chunk can carry as numbers.
+    """
+
+    name: str
+    arguments: dict[str, Any] | str = {}
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call of a tool, as OpenAI's chat API has it."""
+
+    function: FunctionCall
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
 class Message(msgspec.Struct, frozen=True):
     """A message. content: its text, or its parts in order."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[TextPart | AudioPart | ImagePart | VideoPart]
-    tool_calls: list[dict[str, Any]] = []
-    """The calls of tools that an assistant's message makes, as chat templates take them."""
-    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] = []
+    """The calls of tools that an assistant's message makes."""
+    tool_call_id: str = ""
     """The call whose result a tool's message is."""
 
     @property
-    def tool_fields(self) -> dict[str, Any]:
-        """What the message has to do with tools; empty for most."""
-        fields: dict[str, Any] = {"tool_calls": self.tool_calls} if self.tool_calls else {}
-        if self.role == "tool":
-            fields["tool_call_id"] = self.tool_call_id or ""
-        return fields
+    def has_tools(self) -> bool:
+        """Whether the message calls tools, or is the result of a call."""
+        return bool(self.tool_calls) or self.role == "tool"
 
     @property
     def parts(self) -> list[TextPart | AudioPart | ImagePart | VideoPart]:

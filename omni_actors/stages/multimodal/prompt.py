@@ -98,7 +98,7 @@ class OmniPrompt:
         else:
             self.raw.feed(chunk)
             self._messages += validated(chunk.data, conversation.ConversationData).messages
-            if any(message.tool_fields for message in self._messages):
+            if any(message.has_tools for message in self._messages):
                 raise InvalidRequest("messages: this model's conversations have no tools", param="messages")
             self.raw.require_alone(self._messages)
         self._open.update(chunk)

@@ -19,6 +19,7 @@ from vllm.inputs.engine import tokens_input
 from omni_actors.stages.autoregressive import tokenizing
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
+from omni_actors.stages.llm.chat_template import check_chat_template
 from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
@@ -31,11 +32,10 @@ class TextEngine(VLLMEngine[VLLMRequest[Any]]):
     OPTIONS = VLLMSplitOptions
 
     def __init__(self, context: StageContext, **fixed: Any) -> None:
-        """Raises as ``VLLMEngine`` does, and ValueError if the checkpoint has no chat template."""
+        """Raises as ``VLLMEngine`` does, and ValueError if the tokenizer has no chat template that can be used."""
         super().__init__(context, **{"worker_cls": "omni_actors.stages.vllm._internals.StageWorker", **fixed})
         tokenizer: Any = self._llm.get_tokenizer()
-        if tokenizer.chat_template is None:
-            raise ValueError(f"{context.model}: no chat template; this engine serves conversations only")
+        check_chat_template(tokenizer, context.tokenizer_directory)
         self._vocabulary = Vocabulary(tokenizer, None, self._llm.model_config.get_vocab_size())
         conversation = partial(conversation_tokens, tokenizer, self._options.system_prompt)
         self._capabilities |= tokenizing.capabilities(self._vocabulary, self._context, conversation)

@@ -122,6 +122,28 @@ def test_a_call_that_is_cut_by_its_length_does_not_break_the_conversation(writer
         assert done["status"] in ("completed", "incomplete"), done["status_details"]
 
 
+def test_a_call_that_is_cut_before_its_name_is_known_is_no_text(writer: Server) -> None:
+    """A session that speaks would read it out."""
+    with session(writer) as talk:
+        talk.send("session.update", session={"tools": [CITY], "tool_choice": "required"})
+        talk.until("session.updated")
+        talk.ask("Is it warm in Rome?")
+        done = talk.respond(max_output_tokens=3)[-1]["response"]
+        assert (done["status"], done["output"]) == ("incomplete", [])
+
+
+def test_a_call_with_an_integer_of_any_size_does_not_break_the_conversation(writer: Server) -> None:
+    with session(writer) as talk:
+        talk.ask("Is it warm in Rome?")
+        call = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": f'{{"n": {2**64}}}'}
+        output = {"type": "function_call_output", "call_id": "call_1", "output": "It is warm."}
+        for item in (call, output):
+            talk.send("conversation.item.create", item=item)
+            talk.until("conversation.item.done")
+        done = talk.respond(max_output_tokens=5)[-1]["response"]
+        assert done["status"] in ("completed", "incomplete"), done["status_details"]
+
+
 def test_a_conversation_that_is_too_long_for_the_model(writer: Server) -> None:
     """Its context has 512 tokens."""
     with session(writer) as talk:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import re
 import signal
@@ -90,6 +91,53 @@ def test_telephone_sound(voice: Api, question: np.ndarray[Any, Any]) -> None:
         words, answer, _ = ask(connection, file.getvalue())
         assert "Paris" in words
         assert 1 < len(answer) / 8000 < 10
+
+
+def test_a_function_is_called_and_the_answer_with_its_result_is_spoken(voice: Api) -> None:
+    """The template of the model does not know tools. The second response may call the function again."""
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    tool = {"type": "function", "name": "weather", "description": "The weather of a city.", "parameters": parameters}
+    asked: Any = {"type": "realtime", "tools": [tool], "tool_choice": "auto"}
+    question = "Is it warm in Rome? Look at its weather."
+    with voice.openai() as client, client.realtime.connect(model="voice") as connection:
+        connection.session.update(session=asked)
+        connection.conversation.item.create(
+            item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": question}]}
+        )
+        connection.response.create(response={"tool_choice": {"type": "function", "name": "weather"}})
+        found = until_done(connection)
+        deltas = "".join(event.delta for event in found if event.type == "response.function_call_arguments.delta")
+        [done] = [event for event in found if event.type == "response.function_call_arguments.done"]
+        assert (done.name, done.arguments) == ("weather", deltas)
+        assert json.loads(deltas)["city"] in ("Rome", "Oslo")
+        [call] = found[-1].response.output
+        assert (call.type, call.status, call.arguments) == ("function_call", "completed", deltas)
+        assert not [event for event in found if event.type == "response.output_audio.delta"], "a call is not read out"
+        connection.conversation.item.create(
+            item={"type": "function_call_output", "call_id": call.call_id, "output": "It is 31 degrees in Rome."}
+        )
+        connection.response.create()
+        found = until_done(connection)
+        [message] = found[-1].response.output
+        assert message.type == "message"
+        assert "31" in message.content[0].transcript
+        sound = [base64.b64decode(event.delta) for event in found if event.type == "response.output_audio.delta"]
+    with voice.openai() as other:
+        wav = ("answer.wav", _wav(b"".join(sound)))
+        assert "rome" in other.audio.transcriptions.create(model="voice", file=wav).text.lower()
+
+
+def until_done(connection: Any) -> list[Any]:
+    """Return the events up to the end of the response."""
+    found = []
+    for event in connection:
+        check_event(event.to_dict(mode="json"))
+        assert event.type != "error", event
+        found.append(event)
+        if event.type == "response.done":
+            assert event.response.status == "completed", event.response.status_details
+            break
+    return found
 
 
 def test_an_answer_that_is_cut_keeps_the_words_that_were_heard(voice: Api) -> None:

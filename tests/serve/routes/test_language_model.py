@@ -152,6 +152,43 @@ def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, choice: Any
     assert json.loads(arguments)["city"] in ("Rome", "Oslo")
 
 
+@pytest.mark.parametrize("others", [[], [{"type": "function", "function": {"name": "b", "parameters": {"const": {}}}}]])
+def test_parameters_may_refer_to_their_definitions(client: openai.OpenAI, others: list[Any]) -> None:
+    """As clients make them of nested types. Of several tools, random weights choose one."""
+    city = {"type": "object", "properties": {"name": {"enum": ["Rome"]}}, "required": ["name"]}
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"City": {**city, "additionalProperties": False}},
+    }
+    place = {"type": "function", "function": {"name": "a", "parameters": parameters}}
+    answer = ask(client, tools=[place, *others], tool_choice="required", max_tokens=100)
+    [call] = answer.choices[0].message.tool_calls
+    expected = {"a": {"city": {"name": "Rome"}}, "b": {}}
+    assert json.loads(call.function.arguments) == expected[call.function.name]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("kind", ["integer", ["object", "null"], {}])
+def test_a_tool_that_must_be_called_takes_an_object(client: openai.OpenAI, choice: Any, kind: Any) -> None:
+    """Its call would be none, because arguments are an object."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools: the parameters of 'f' have the type .*; accepted: 'object'"
+    ) as refused:
+        ask(client, tools=[tool], tool_choice=choice)
+    assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**100])
+def test_a_call_with_an_integer_of_any_size_may_be_sent_back(client: openai.OpenAI, number: int) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": f'{{"n": {number}}}'}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, *HELLO]
+    assert ask(client, messages=messages, tools=[WEATHER], max_tokens=2).choices
+
+
 def test_calls_and_their_results_may_be_sent_back(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ def test_a_checkpoint_needs_a_chat_template(tmp_path: Path) -> None:
     save_model(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template"):
+        opened(tmp_path)
+
+
+def test_a_chat_template_that_is_not_jinja_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}: line 2 of the chat template is not Jinja: "):
         opened(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Tools in prompts: rendered by a chat template that knows them, refused by one that does not."""
+"""Tools in prompts: rendered by a chat template that knows them, and as text for one that does not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageRequest
+from omni_actors.stages.llm.chat_template import knows_tools
 from omni_actors.stages.llm.engine import LLMEngine
 from tests.stages.llm.tiny_engine import Results, opened, transformers_of
 from tiny_models.llama import save_model
@@ -78,10 +79,104 @@ def test_a_call_that_the_model_must_make_has_the_schema_of_its_tool(tool_engine:
     assert json.loads(Results().run(tool_engine).text(0)).keys() == {"warm"}
 
 
-@pytest.mark.parametrize(("messages", "params"), [(MESSAGES[:1], {"tools": TOOLS}), (MESSAGES, {})])
-def test_a_template_that_does_not_know_tools_refuses_them(
-    engine: LLMEngine, messages: list[dict[str, Any]], params: dict[str, Any]
+SAID = """You can call these functions:
+<tools>
+{"name": "weather", "parameters": {"type": "object"}}
+</tools>
+To call a function, write its name and its arguments as JSON, in this form:
+<tool_call>
+{"name": "the name", "arguments": {"an argument": "its value"}}
+</tool_call>
+You get its result as <tool_response>the result</tool_response>."""
+CALLED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+def message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+QUESTION = message("user", "Is it warm in Rome?")
+AS_TEXT: dict[str, tuple[list[Any], list[Any], list[dict[str, Any]]]] = {
+    # the conversation, the tools, the conversation of text that the template gets
+    "no tools": (MESSAGES[:1], [], [QUESTION]),
+    "tools": (MESSAGES[:1], TOOLS, [message("system", SAID), QUESTION]),
+    "tools of a bare form": (MESSAGES[:1], [TOOLS[0]["function"]], [message("system", SAID), QUESTION]),
+    "instructions": ([BRIEF, *MESSAGES[:1]], TOOLS, [message("system", f"Be brief.\n\n{SAID}"), QUESTION]),
+    "instructions later": ([*MESSAGES[:1], BRIEF], TOOLS, [message("system", SAID), QUESTION, BRIEF]),
+    "a call and its result": (
+        MESSAGES,
+        [],
+        [QUESTION, message("assistant", CALLED), message("user", "<tool_response>\n30 °C\n</tool_response>")],
+    ),
+    "several of them": (
+        [
+            *MESSAGES[:1],
+            {"role": "assistant", "content": "I look.", "tool_calls": [CALL, CALL]},
+            *MESSAGES[2:],
+            {"role": "tool", "content": [{"type": "text", "text": "30"}, {"type": "text", "text": "°C"}]},
+            message("user", "So?"),
+            *MESSAGES[2:],
+        ],
+        [],
+        [
+            QUESTION,
+            message("assistant", f"I look.\n{CALLED}\n{CALLED}"),
+            message("user", "<tool_response>\n30 °C\n</tool_response>\n<tool_response>\n30\n°C\n</tool_response>"),
+            message("user", "So?"),
+            message("user", "<tool_response>\n30 °C\n</tool_response>"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AS_TEXT)
+def test_tools_are_text_for_a_template_that_does_not_know_them(engine: LLMEngine, tiny: Path, case: str) -> None:
+    messages, tools, text = AS_TEXT[case]
+    expected = transformers_of(tiny)[0].apply_chat_template(text, add_generation_prompt=True, return_dict=False)
+    assert engine.call("tokenize", {"messages": messages, "tools": tools})["tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "known"),
+    [
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ tools }}", True),
+        ("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}", False),
+        ("{% set tools = [] %}{{ tools }}", False),
+    ],
+)
+def test_which_templates_know_tools(template: str, known: bool) -> None:
+    assert knows_tools(template) is known
+
+
+@pytest.mark.parametrize("fixture", ["engine", "tool_engine"])
+@pytest.mark.parametrize("number", ["18446744073709551616", "-9223372036854775809", "9" * 400])
+def test_the_arguments_of_a_call_may_be_text_with_any_integer(
+    fixture: str, number: str, request: pytest.FixtureRequest
 ) -> None:
-    with pytest.raises(InvalidRequest, match="does not know tools") as caught:
-        ask(engine, messages, **params)
-    assert caught.value.param == "tools"
+    engine: LLMEngine = request.getfixturevalue(fixture)
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": f'{{"n":{number}}}'}}
+    messages = [*MESSAGES[:1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    prompt = engine.call("detokenize", {"tokens": engine.call("tokenize", {"messages": messages})["tokens"]})
+    assert f'"arguments": {{"n": {number}}}' in prompt
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "[]", "null", "{", '{"a": "\\ud800"}', '{"a": 1e999}', f'{{"n": {"9" * 5000}}}']
+)
+def test_arguments_that_are_not_a_json_object_are_refused(engine: LLMEngine, arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    messages = [*MESSAGES[:1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(InvalidRequest, match="the arguments of a call of 'f' are not a JSON object") as refused:
+        ask(engine, messages)
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{}, {"name": "f", "arguments": {}}, {"function": {"name": 7}}, {"function": {"name": "f", "arguments": []}}],
+)
+def test_a_call_of_another_form_is_refused_by_its_place(engine: LLMEngine, call: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ask(engine, [*MESSAGES[:1], {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert (refused.value.param or "").startswith("messages[1].tool_calls[0]")
