@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import TypeAlias
 
@@ -145,6 +145,7 @@ class RemoteAgent:
         """Serve the agent's connection until it is lost, and wait until no worker runs. Cancelling gives it up."""
         self._connection, self._ran = connection, True
         self._lease = GrantedLease(self._lease.lease_s, now())  # the agent's process may have started long ago
+        self.post(control.Accepted())
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -208,14 +209,14 @@ class RemoteAgent:
     @trio.lowlevel.enable_ki_protection
     async def _read(self, connection: Connection[control.FromAgent], nursery: trio.Nursery) -> None:
         try:
-            async with aclosing(connection.read()) as received:
-                async for message in received:
-                    if isinstance(message, control.CheckpointKept):
-                        await self._take_checkpoint(message, nursery)
-                    elif not isinstance(message, control.FromWorker):
-                        self._handle(message)
-                    elif (worker := self._workers.get(message.worker)) is not None:
-                        await worker.mailbox.take(message.packet)
+            while True:
+                message = await connection.receive()
+                if isinstance(message, control.CheckpointKept):
+                    await self._take_checkpoint(message, nursery)
+                elif not isinstance(message, control.FromWorker):
+                    self._handle(message)
+                elif (worker := self._workers.get(message.worker)) is not None:
+                    await worker.mailbox.take(message.packet)
         except (ConnectionLost, control.ControlCorrupted) as error:
             self.give_up(str(error))
 
