@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 import trio
 
+from omni_actors import log_events
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.cluster_ring import ClusterRing, End
 from omni_actors.cluster.connection import HANDSHAKE_S, Connection, ConnectionLost, closed_at_once, shake_hands
@@ -261,13 +262,24 @@ class ClusterSpawner:
             self._nursery = None
             self._pump.stop()
 
-    async def wait_up(self) -> None:
-        """Wait until the agents of all nodes have a lease. Raises ClusterUnavailable: some cannot be started."""
-        first = list(self._agents.values())
-        for agent in first:
+    async def wait_up(self, replan: Callable[[], None] | None) -> None:
+        """Wait until each node has an agent with a lease, or its first one was given up.
+
+        replan: see ``open_cluster``. Raises ClusterUnavailable: the nodes that have an agent are too few.
+        """
+        for agent in list(self._agents.values()):
             await agent.up.wait()
-        if missing := {agent.node: agent.lost for agent in first if agent.lost is not None}:
+        missing = {name: str(node.why) for name, node in self.nodes().items() if node.state != "alive"}
+        if not missing:
+            return
+        if replan is None:
             raise ClusterUnavailable(missing)
+        try:
+            replan()
+        except NoPlace as error:
+            raise ClusterUnavailable(missing) from error
+        for name, why in missing.items():
+            log_events.record(log_events.NodeLeftOut(node=name, reason=why))
 
     def _new_agent(self, node: str, earlier_loss: str | None = None) -> RemoteAgent:
         return RemoteAgent(
@@ -361,6 +373,7 @@ async def open_cluster(
     lease_s: float = LEASE_S,
     start_s: float = START_S,
     tls: Credentials | None = None,
+    replan: Callable[[], None] | None = None,
 ) -> AsyncIterator[ClusterSpawner]:
     """Start an agent on each node, and give the spawner. When the block ends, the agents have ended.
 
@@ -372,11 +385,13 @@ async def open_cluster(
         lease_s: For how long, in seconds, the workers of a node may run without hearing of the parent.
         start_s: How long an agent may take to start.
         tls: What nodes use TLS with (``make_credentials``); None: they use none.
+        replan: Called when some nodes have no agent at first. It places the workers on the others, or raises NoPlace.
+            None: every node is needed.
 
     A cancellation from outside ends the block, and then the agents. Raises ClusterUnavailable.
     """
     spawner = ClusterSpawner(nodes, starter, places, host=host, lease_s=lease_s, start_s=start_s, tls=tls)
     async with open_shielded_nursery() as nursery:
         await nursery.start(spawner.run)
-        await spawner.wait_up()
+        await spawner.wait_up(replan)
         yield spawner
