@@ -36,6 +36,7 @@ from omni_actors.cluster.interfaces import AgentStarter, Places
 from omni_actors.cluster.placement import PARENT, Node, Place
 from omni_actors.cluster.pump import Pump
 from omni_actors.cluster.remote_agent import RemoteAgent
+from omni_actors.cluster.remote_checkpoints import WithoutProxies
 from omni_actors.cluster.remote_worker import RemoteWorker
 from omni_actors.cluster.shielded import open_shielded_nursery
 from omni_actors.cluster.strangers import BACKLOG, Strangers
@@ -145,7 +146,7 @@ class ClusterSpawner:
             if agent is None:
                 local = self._local.spawn(address, mailbox_capacity, environment=environment, lock_fds=lock_fds)
                 async with local as worker:
-                    worker.node = at.node
+                    worker.node, worker.mailbox = at.node, WithoutProxies(worker.mailbox)
                     yield worker
             else:
                 async with agent.spawn(address, mailbox_capacity, environment) as remote:
