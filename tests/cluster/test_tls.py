@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 import trio
+from cryptography import x509
 
 from omni_actors.cluster.channel import Address, Tls
 from omni_actors.cluster.handshake import Connector
@@ -227,6 +228,13 @@ async def test_a_system_of_two_nodes_with_tls(credentials: Credentials) -> None:
             await wait_restarted(cluster.omni, "first", 2)
             await until(lambda: cluster.omni.health().nodes["a"].state == "alive")
         check_exact(after := ask_long(cluster.omni), await read(after))
+
+
+def test_the_certificate_is_valid_by_any_clock(credentials: Credentials) -> None:
+    """A node whose clock stands at its beginning joins, too."""
+    certificate = x509.load_pem_x509_certificate(credentials.certificate)
+    assert certificate.not_valid_before_utc.timestamp() == 0
+    assert certificate.not_valid_after_utc.year == 9999
 
 
 def test_the_key_is_in_no_text(credentials: Credentials) -> None:
