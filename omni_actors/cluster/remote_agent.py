@@ -42,9 +42,9 @@ AgentNews: TypeAlias = control.Hello | control.Renew | control.Statistics | cont
 class RemoteAgent:
     """One agent.
 
-    node: its node's name. number: its own, which no other agent of this parent has. on_lost: called once it is lost.
-    on_link_lost: called with the generation of a ring whose link has broken, and the reason. earlier_loss: why the
-    agent before it was given up, if there was one.
+    node: its node's name. number: its own, which no other agent of this parent has. on_up: called once it has a lease.
+    on_lost: called once it is lost. on_link_lost: called with the generation of a ring whose link has broken, and the
+    reason. earlier_loss: why the agent before it was given up, if there was one.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class RemoteAgent:
         number: int,
         lease_s: float,
         *,
+        on_up: Callable[[], None],
         on_lost: Callable[[], None],
         on_link_lost: Callable[[int, str], None],
         earlier_loss: str | None = None,
@@ -68,7 +69,7 @@ class RemoteAgent:
         """up: it runs and has a lease, or is lost. fenced: no worker of it runs any more."""
         self._process_ended = trio.Event()
         self._lease = GrantedLease(lease_s, now())
-        self._on_lost, self._on_link_lost = on_lost, on_link_lost
+        self._on_up, self._on_lost, self._on_link_lost = on_up, on_lost, on_link_lost
         self._connection: Connection[control.FromAgent] | None = None
         self._numbers = itertools.count(1)
         self._workers: dict[int, RemoteWorker] = {}
@@ -249,6 +250,7 @@ class RemoteAgent:
                     if not self.up.is_set():
                         self._since = time.time()
                         self.up.set()
+                        self._on_up()
             case control.Statistics(rings):
                 self._rings = rings
             case control.LinkLost(generation, reason):

@@ -287,6 +287,7 @@ class ClusterSpawner:
             node,
             next(self._numbers),
             self._lease_s,
+            on_up=lambda: self._places.join(self._nodes[node]),
             on_lost=lambda: self._places.lose(node),
             on_link_lost=self._on_link_lost,
             earlier_loss=earlier_loss,
@@ -306,8 +307,6 @@ class ClusterSpawner:
                         await agent.up.wait()
                     if not agent.up.is_set():
                         agent.give_up(f"it has not started within {self._start_s:g} s")
-                    elif agent.lost is None:
-                        self._places.join(node)
                     await agent.fenced.wait()
                     nursery.cancel_scope.cancel()
             finally:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import trio
 from msgspec import structs
 
 from omni_actors import OmniSystem
@@ -30,10 +31,16 @@ FAILS = [sys.executable, "-c", "import sys; sys.exit(1)"]
 
 
 class FailsAtFirst(SubprocessAgents):
-    """The first agent of the node "b" cannot be started."""
+    """The first agent of the node "b" cannot be started, and the next one not before ``is_open``."""
+
+    def __init__(self) -> None:
+        super().__init__({"b": FAILS})
+        self.is_open = trio.Event()
 
     async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
-        self._commands = {"b": FAILS} if "b" not in self.pids else {}
+        if node in self.pids:
+            await self.is_open.wait()
+            self._commands = {}
         return await super().run(node, settings)
 
 
@@ -68,7 +75,8 @@ async def test_a_node_that_was_missing_at_the_start_is_used_once_it_has_an_agent
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(spawner, "RESTART_S", (0.1, 0.1))
-    async with opened(FailsAtFirst()) as omni:
+    async with opened(starter := FailsAtFirst()) as omni:
+        starter.is_open.set()
         await until(lambda: omni.health().nodes["b"].state == "alive")
         await omni.scale("second", 2)
         assert omni.health().stages["second"][1].node == "b"
