@@ -184,6 +184,21 @@ class AutoscaleFailed(LogEvent, frozen=True, kw_only=True):
         return f"{failure}; the next change may follow {when}"
 
 
+class NodeLeftOut(LogEvent, frozen=True, kw_only=True):
+    """A system starts without a node of its cluster, which has no agent. The others can run all stages.
+
+    Attributes:
+        reason: why it has none. It is started again, and the node is used once it has one.
+    """
+
+    level: ClassVar[int] = logging.WARNING
+    node: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the system starts without node {self.node!r}, which is tried again: {self.reason}"
+
+
 class ServerListening(LogEvent, frozen=True, kw_only=True):
     """The server accepts connections, and its stages load. page: the URL of the page for browsers, if there is one."""
 

@@ -1,8 +1,7 @@
 """The side that accepts: connections from their arrival until their link takes them over.
 
-Rule 1: at most MOST_STRANGERS connections are not authenticated, each for ``handshake_s`` seconds at most.
-A new one takes the place of the oldest. So a flood of connections costs bounded descriptors and memory; a node that is
-pushed out by it connects again.
+Rule 1: a connection is authenticated within ``handshake_s`` seconds, and few are not (``strangers``). A node whose
+connection made room for others connects again.
 Rule 2: an authenticated connection may come before its link is expected, because nobody orders the two nodes. It then
 waits for ``handshake_s`` seconds; after that it is dropped, and that node connects again.
 Rule 3: without descriptors, nothing is accepted for a moment; what waits in the backlog stays there.
@@ -20,9 +19,8 @@ from omni_actors.cluster.channel import Address, Channel, Tls, listen
 from omni_actors.cluster.handshake import ROLE_OF_LINKS, Acceptor, HandshakeFailed
 from omni_actors.cluster.opening import Opening
 from omni_actors.cluster.poller import NOTHING, READ, SOCKET, Poller
+from omni_actors.cluster.strangers import Strangers
 
-MOST_STRANGERS: Final = 64
-"""Connections that are not authenticated."""
 MOST_EARLY: Final = 1024
 """Authenticated connections whose link is not expected yet."""
 ACCEPTED_AT_ONCE: Final = 32
@@ -54,7 +52,7 @@ class Accepting:
         self._listener = listen(host)
         name = self._listener.getsockname()
         self.address: Address = (name[0], name[1])
-        self._strangers: dict[Opening, None] = {}
+        self._strangers = Strangers[Opening]()
         """Oldest first, as are those that came early; so the first has the earliest deadline."""
         self._early: dict[int, tuple[Channel, float]] = {}
         self._again: float | None = None
@@ -67,8 +65,8 @@ class Accepting:
     def due(self) -> float | None:
         """Return when ``pass_deadlines`` is to be called."""
         dues = [] if self._again is None else [self._again]
-        if self._strangers:
-            dues.append(next(iter(self._strangers)).deadline)
+        if (oldest := next(iter(self._strangers), None)) is not None:
+            dues.append(oldest.deadline)
         if self._early:
             dues.append(next(iter(self._early.values()))[1])
         return min(dues, default=None)
@@ -94,7 +92,7 @@ class Accepting:
     def _accept(self, _: int) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
-                connection = self._listener.accept()[0]
+                connection, (host, *_) = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -104,11 +102,12 @@ class Accepting:
                 self._again = time.monotonic() + PAUSE_S
                 return
             deadline = time.monotonic() + self._handshake_s
-            opening = Opening(connection, Acceptor(self._secret), tls=self._tls, host=None, deadline=deadline)
-            self._strangers[opening] = None
+            acceptor = Acceptor(self._secret)
+            opening = Opening(connection, acceptor, tls=self._tls, host=None, deadline=deadline)
+            displaced = self._strangers.add(opening, host, acceptor)
             self._poller.watch(opening.fileno(), SOCKET, partial(self._step, opening))
-            if len(self._strangers) > MOST_STRANGERS:
-                self._drop(next(iter(self._strangers)))
+            if displaced is not None:
+                self._drop(displaced)
 
     def _step(self, opening: Opening, _: int) -> None:
         try:
@@ -122,7 +121,7 @@ class Accepting:
         if opening.handshake.role != ROLE_OF_LINKS or link_id in self._early:
             self._drop(opening)
             return
-        del self._strangers[opening]
+        self._strangers.discard(opening)
         if self._on_link(link_id, channel):
             return
         if len(self._early) == MOST_EARLY:
@@ -133,6 +132,6 @@ class Accepting:
         self._early[link_id] = channel, time.monotonic() + self._handshake_s
 
     def _drop(self, opening: Opening) -> None:
-        del self._strangers[opening]
+        self._strangers.discard(opening)
         self._poller.forget(opening.fileno())
         opening.close()

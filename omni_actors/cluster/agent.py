@@ -8,7 +8,8 @@ Rules
 2. Whatever ends the agent ends its workers: they ask the kernel for it (PDEATHSIG).
 3. The kernel kills the agent when its lease ends (``kill_timer``). So the workers of a node that cannot reach the
    parent end in time, also when the agent hangs or is stopped.
-4. The agent ends when its control connection does. It decides nothing: restarts are the parent's.
+4. The agent ends when its control connection does. Before the parent has accepted it, it tries again (``joining``). It
+   decides nothing: restarts are the parent's.
 5. Checkpoints in memory do not leave the node: their descriptors stay here, by number, until the parent needs them no
    more (``remote_checkpoints``). A worker that is started on another node goes on from the journal, or starts over.
 6. Devices of workers are places among those that the agent sees: on Ray, the ones that Ray has given it.
@@ -23,7 +24,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Final
@@ -34,8 +35,8 @@ import trio
 from omni_actors.cluster import control
 from omni_actors.cluster.agent_rings import AgentRings
 from omni_actors.cluster.channel import Tls
-from omni_actors.cluster.connection import HANDSHAKE_S, Connection, ConnectionLost, closed_at_once, shake_hands
-from omni_actors.cluster.handshake import Connector, HandshakeFailed
+from omni_actors.cluster.connection import Connection, ConnectionLost
+from omni_actors.cluster.joining import JOIN_S, AgentFailed, join
 from omni_actors.cluster.lease import RENEWALS, HeldLease
 from omni_actors.cluster.pump import Pump
 from omni_actors.cluster.tls import Credentials
@@ -47,7 +48,6 @@ from omni_actors.protocol.packets import close_all
 from omni_actors.supervisor.process import LocalSpawner, SpawnFailed, Worker
 from ringbuf import RingStatistics
 
-ROLE: Final = "control"
 REPORT_S: Final = 0.5
 """How often the counters of rings are reported while they change."""
 LOG_LINES: Final = 1000
@@ -79,10 +79,6 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         return f"AgentSettings(number={self.number}, parent={self.parent}, …)"  # a log must not show the secret
 
 
-class AgentFailed(Exception):
-    """The agent could not reach the parent, or was refused."""
-
-
 async def run_agent(settings: AgentSettings) -> None:
     """Run an agent until its control connection ends. Called in the main thread.
 
@@ -90,29 +86,18 @@ async def run_agent(settings: AgentSettings) -> None:
     """
     sys.path += [each for each in settings.import_path if each not in sys.path]  # workers get what is in it
     timer = KillTimer()
-    timer.kill_at(now() + 2 * HANDSHAKE_S + settings.lease_s)  # to connect, and to shake hands
+    timer.kill_at(now() + JOIN_S + settings.lease_s)
     try:
-        stream = await _connect(settings)
-        host = settings.host or stream.socket.getsockname()[0]
         tls = None if settings.tls is None else settings.tls.contexts()
-        async with closed_at_once(stream if tls is None else trio.SSLStream(stream, tls.client)) as encrypted:
-            connector = Connector(settings.secret, ROLE, settings.number)
-            try:
-                await shake_hands(encrypted, connector)
-            except HandshakeFailed as error:
-                raise AgentFailed(str(error)) from error
-            connection = Connection(encrypted, connector.keys(), control.TO_AGENT)
-            await _Agent(settings, connection, timer, tls).run(host)
+        connection, own_host = await join(
+            settings.parent, settings.secret, settings.number, local_host=settings.host, tls=tls
+        )
+        try:
+            await _Agent(settings, connection, timer, tls).run(settings.host or own_host)
+        finally:
+            await connection.close()
     finally:
         timer.close()
-
-
-async def _connect(settings: AgentSettings) -> trio.SocketStream:
-    try:
-        with trio.fail_after(HANDSHAKE_S):
-            return await trio.open_tcp_stream(*settings.parent, local_address=settings.host)
-    except (OSError, trio.TooSlowError) as error:
-        raise AgentFailed(f"no connection to the parent at {settings.parent}: {error}") from error
 
 
 class _Agent:
@@ -177,9 +162,8 @@ class _Agent:
     async def _obey(self, nursery: trio.Nursery) -> None:
         """Do what the parent says until the connection ends."""
         try:
-            async with aclosing(self._connection.read()) as orders:
-                async for order in orders:
-                    await self._do(order, nursery)
+            while True:
+                await self._do(await self._connection.receive(), nursery)
         except ConnectionLost:
             pass  # the parent has ended, has given this agent up, or cannot be reached
         except control.ControlCorrupted as error:

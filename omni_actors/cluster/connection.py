@@ -10,7 +10,8 @@ Rules
 from __future__ import annotations
 
 import collections
-from collections.abc import AsyncGenerator, AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
@@ -49,14 +50,20 @@ async def closed_at_once(stream: S) -> AsyncIterator[S]:
 
 
 async def shake_hands(stream: trio.abc.Stream, handshake: Handshake) -> None:
-    """Authenticate both sides of a new connection, TLS included where the stream has it. Raises HandshakeFailed."""
+    """Authenticate both sides of a new connection, TLS included where the stream has it.
+
+    Raises HandshakeFailed: the other side does not belong to this cluster. ConnectionLost: it may; try again.
+    """
     with trio.move_on_after(HANDSHAKE_S) as scope:
         try:
             await _exchange(stream, handshake)
         except trio.BrokenResourceError as error:
-            raise HandshakeFailed(str(error.__cause__ or error)) from error
+            cause = error.__cause__ or error
+            if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError):
+                raise HandshakeFailed(str(cause)) from error
+            raise ConnectionLost(str(cause)) from error
     if scope.cancelled_caught:
-        raise HandshakeFailed(f"it took longer than {HANDSHAKE_S:g} s")
+        raise ConnectionLost(f"the handshake took longer than {HANDSHAKE_S:g} s")
 
 
 async def _exchange(stream: trio.abc.Stream, handshake: Handshake) -> None:
@@ -67,7 +74,7 @@ async def _exchange(stream: trio.abc.Stream, handshake: Handshake) -> None:
         while len(received) < handshake.wanted:
             data = bytes(await stream.receive_some(handshake.wanted - len(received)))
             if not data:
-                raise HandshakeFailed("the other side closed the connection")
+                raise ConnectionLost("the other side closed it during the handshake")
             received += data
         if reply := handshake.receive(received):
             await stream.send_all(reply)
@@ -84,6 +91,8 @@ class Connection(Generic[M]):
     ) -> None:
         self._stream, self._sealer = stream, Sealer(keys[0])
         self._opener = Opener(keys[1], decoder)
+        self._arrived: Iterator[M] = iter(())
+        """The messages in what was read last."""
         self._queue: collections.deque[bytes] = collections.deque()
         self._waiting, self._is_full = 0, False
         """Bytes that wait to be sent, and whether a message was left out because they were too many."""
@@ -106,6 +115,10 @@ class Connection(Generic[M]):
         while self._waiting > ROOM:
             await self._room.park()
 
+    async def send_now(self, message: FromAgent | ToAgent) -> None:
+        """Send a message, and return when the kernel has it. Not while ``write`` runs. Raises ConnectionLost."""
+        await self._send([encode(message)])
+
     async def write(self) -> None:
         """Send what is posted until cancelled. Raises ConnectionLost."""
         while True:
@@ -116,13 +129,16 @@ class Connection(Generic[M]):
             self._posted = trio.Event()
             while self._queue:
                 batch = self._take_batch()
-                try:
-                    await self._stream.send_all(self._sealer.seal(batch))
-                except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                    raise ConnectionLost(str(error)) from error
+                await self._send(batch)
                 self._waiting -= sum(map(len, batch))
                 self.sent += len(batch)
                 self._room.unpark_all()
+
+    async def _send(self, batch: list[bytes]) -> None:
+        try:
+            await self._stream.send_all(self._sealer.seal(batch))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ConnectionLost(str(error)) from error
 
     async def close(self) -> None:
         """Close the connection at once. What was not sent is dropped."""
@@ -136,14 +152,14 @@ class Connection(Generic[M]):
             size += len(batch[-1])
         return batch
 
-    async def read(self) -> AsyncGenerator[M, None]:
-        """Yield the other side's messages until cancelled. Raises ConnectionLost, ControlCorrupted."""
-        while True:
+    async def receive(self) -> M:
+        """Return the other side's next message. Raises ConnectionLost, ControlCorrupted."""
+        while (message := next(self._arrived, None)) is None:
             try:
                 data = bytes(await self._stream.receive_some(READ_BYTES))
             except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
                 raise ConnectionLost(str(error)) from error
             if not data:
                 raise ConnectionLost("the other side has closed it")
-            for message in self._opener.feed(data):
-                yield message
+            self._arrived = self._opener.feed(data)
+        return message

@@ -9,7 +9,8 @@ Rules
 2. A frame whose size exceeds ``MOST_BYTES`` or whose tag is wrong ends the connection.
 3. What the parent and a worker tell each other travels as packets of their own protocol (``protocol.messages``), and
    is not interpreted on the way. The agent replaces descriptors: those of its own rings and checkpoints.
-4. No I/O here.
+4. The parent speaks first: ``Accepted``, or ``Refused`` and nothing more. The agent sends nothing before.
+5. No I/O here.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Hello(_Message, frozen=True):
-    """The first message: the agent runs. links: host and port at which it accepts links. cpus: how many it may use.
+    """The agent's first message: it runs. links: host and port at which it accepts links. cpus: how many it may use.
 
     version: of the package omni-actors there, which must be the parent's.
     """
@@ -138,6 +139,14 @@ class Statistics(_Message, frozen=True):
 # parent -> agent
 
 
+class Accepted(_Message, frozen=True):
+    """The first message: the agent is the one that the parent has started. From now on they share their end."""
+
+
+class Refused(_Message, frozen=True):
+    """The only message: the parent does not expect this agent, or not any more."""
+
+
 class Granted(_Message, frozen=True):
     """The lease is renewed: it ends ``lease_s`` after ``asked_at``."""
 
@@ -207,7 +216,7 @@ FromAgent: TypeAlias = (
     | LinkLost
     | Statistics
 )
-ToAgent: TypeAlias = Granted | Spawn | Kill | ToWorker | DropCheckpoint | MakeRing | CloseRing
+ToAgent: TypeAlias = Accepted | Refused | Granted | Spawn | Kill | ToWorker | DropCheckpoint | MakeRing | CloseRing
 
 _encoder = msgspec.msgpack.Encoder()
 FROM_AGENT: Final = msgspec.msgpack.Decoder(list[FromAgent])

@@ -11,6 +11,7 @@ that returns. So not one byte beyond the handshake is read before the other side
 Rule 2: a tag names its side, so that neither side's own tag, sent back to it, is accepted. The acceptor's nonce is new
 for each connection, so that a recorded handshake is worth nothing.
 Rule 3: the secret is never sent, and no error contains a tag or a nonce.
+Rule 4: an acceptor answers a connector of another version, too, so that both sides can say why it is refused.
 
 The handshake does not protect what follows it. The control connection derives keys from it (``keys``); a link without
 TLS trusts the network between the nodes not to change or to inject bytes.
@@ -31,6 +32,7 @@ MAGIC: Final = NAME + bytes([VERSION])
 LONGEST_ROLE: Final = 8
 """Bytes of ASCII."""
 ROLE_OF_LINKS: Final = "link"
+ROLE_OF_AGENTS: Final = "control"
 MOST_BYTES: Final = 88
 """The most bytes that an acceptor reads before it knows the other side: hello and proof."""
 _NONCE: Final = 32
@@ -103,7 +105,7 @@ class Connector(Handshake):
 
     def receive(self, data: bytes) -> bytes:
         assert len(data) == self.wanted > 0
-        _check_magic(data)
+        _check_version(_version(data))
         nonce, tag = data[len(MAGIC) : -_TAG], data[-_TAG:]
         self._transcript = self.hello + nonce
         self._check(tag, b"acceptor")
@@ -116,14 +118,22 @@ class Acceptor(Handshake):
 
     def __init__(self, secret: bytes) -> None:
         super().__init__(secret, _HELLO)
+        self._version = VERSION
+        """That of the connector."""
+
+    @property
+    def has_hello(self) -> bool:
+        """Whether the other side has said hello. Whoever knows the protocol can."""
+        return bool(self._transcript)
 
     def receive(self, data: bytes) -> bytes:
         assert len(data) == self.wanted > 0
         if self._transcript:
+            _check_version(self._version)
             self._check(data, b"connector")
             self.wanted = 0
             return b""
-        _check_magic(data)
+        self._version = _version(data)
         at = len(MAGIC)
         name = data[at : at + LONGEST_ROLE].rstrip(b"\0")
         if not name.isascii():
@@ -135,9 +145,13 @@ class Acceptor(Handshake):
         return MAGIC + self._nonce + self._tag(b"acceptor")
 
 
-def _check_magic(data: bytes) -> None:
-    found = data[: len(MAGIC)]
-    if found[:-1] != NAME:
+def _version(data: bytes) -> int:
+    """Return the version of the side that has sent a hello or an answer. Raises HandshakeFailed (it is neither)."""
+    if data[: len(NAME)] != NAME:
         raise HandshakeFailed("the other side does not speak this protocol")
-    if found != MAGIC:
-        raise HandshakeFailed(f"the other side speaks version {found[-1]} of the protocol; this is version {VERSION}")
+    return data[len(NAME)]
+
+
+def _check_version(version: int) -> None:
+    if version != VERSION:
+        raise HandshakeFailed(f"the other side speaks version {version} of the protocol; this is version {VERSION}")

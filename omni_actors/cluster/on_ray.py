@@ -16,7 +16,7 @@ from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
 from omni_actors.cluster.tls import make_credentials
 from omni_actors.config import Cluster, Pipeline, Stage
 from omni_actors.config.devices import VISIBLE, DeviceLayoutError, configured_devices, stage_layout, visible_devices
-from omni_actors.errors import ConfigError
+from omni_actors.errors import ClusterUnavailable, ConfigError
 
 
 @asynccontextmanager
@@ -29,14 +29,17 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
         address: Of Ray's head ("10.0.0.1:6379"), "auto" (the Ray that this machine is a node of), or "local": a Ray
             of one node is started on this machine, with an agent, to try a pipeline's placement.
 
-    Raises ClusterUnavailable (no Ray, or no agent on a node), NoPlace (there is no node for a worker), ConfigError
-    (``device_handles``, or no package for TLS).
+    A node on which no agent can be started is left out, with a warning in the log, if the others have places for all
+    workers. Raises ClusterUnavailable (no Ray, or too few nodes with an agent), NoPlace (there is no node for a
+    worker), ConfigError (``device_handles``, or no package for TLS).
     """
     if pipeline.device_handles != "none":
         accepted = '"none", because the workers of a cluster pass tensors through rings'
         raise ConfigError(pipeline.file, "device_handles", pipeline.device_handles, accepted)
     async with open_ray(address) as ray:
-        here = next(node for node in ray.nodes if node.is_parents)
+        here = next((node for node in ray.nodes if node.is_parents), None)
+        if here is None:
+            raise ClusterUnavailable({address: "this machine is not one of its nodes now"})
         nodes = [_node(pipeline, node, is_parents=node.is_parents and address != LOCAL) for node in ray.nodes]
         if address == LOCAL:
             nodes.insert(0, Node(name=PARENT, cpus=float(len(os.sched_getaffinity(0)))))
@@ -46,8 +49,23 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
         ray.resources = reserved.__getitem__
         settings = pipeline.cluster or Cluster()
         tls = make_credentials() if settings.tls else None
-        async with open_cluster(nodes, ray, places, host=here.address, lease_s=settings.lease_s, tls=tls) as spawner:
+        async with open_cluster(
+            nodes,
+            ray,
+            places,
+            host=here.address,
+            lease_s=settings.lease_s,
+            tls=tls,
+            replan=lambda: plan_again(pipeline, places),
+        ) as spawner:
             yield spawner
+
+
+def plan_again(pipeline: Pipeline, places: Placements) -> None:
+    """Give all first workers new places on the nodes that are left, before one is started. Raises NoPlace."""
+    for address in first_workers(pipeline):
+        places.release(address)
+    places.plan()
 
 
 def _node(pipeline: Pipeline, found: RayNode, *, is_parents: bool) -> Node:

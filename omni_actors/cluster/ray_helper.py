@@ -34,7 +34,8 @@ from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from omni_actors.cluster.agent import AgentFailed, AgentSettings, run_in_main_thread
+from omni_actors.cluster.agent import AgentSettings, run_in_main_thread
+from omni_actors.cluster.joining import AgentFailed
 from omni_actors.cluster.ray_messages import (
     LOCAL,
     Ended,

@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import TypeAlias
 
@@ -42,9 +42,9 @@ AgentNews: TypeAlias = control.Hello | control.Renew | control.Statistics | cont
 class RemoteAgent:
     """One agent.
 
-    node: its node's name. number: its own, which no other agent of this parent has. on_lost: called once it is lost.
-    on_link_lost: called with the generation of a ring whose link has broken, and the reason. earlier_loss: why the
-    agent before it was given up, if there was one.
+    node: its node's name. number: its own, which no other agent of this parent has. on_up: called once it has a lease.
+    on_lost: called once it is lost. on_link_lost: called with the generation of a ring whose link has broken, and the
+    reason. earlier_loss: why the agent before it was given up, if there was one.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class RemoteAgent:
         number: int,
         lease_s: float,
         *,
+        on_up: Callable[[], None],
         on_lost: Callable[[], None],
         on_link_lost: Callable[[int, str], None],
         earlier_loss: str | None = None,
@@ -68,7 +69,7 @@ class RemoteAgent:
         """up: it runs and has a lease, or is lost. fenced: no worker of it runs any more."""
         self._process_ended = trio.Event()
         self._lease = GrantedLease(lease_s, now())
-        self._on_lost, self._on_link_lost = on_lost, on_link_lost
+        self._on_up, self._on_lost, self._on_link_lost = on_up, on_lost, on_link_lost
         self._connection: Connection[control.FromAgent] | None = None
         self._numbers = itertools.count(1)
         self._workers: dict[int, RemoteWorker] = {}
@@ -145,6 +146,7 @@ class RemoteAgent:
         """Serve the agent's connection until it is lost, and wait until no worker runs. Cancelling gives it up."""
         self._connection, self._ran = connection, True
         self._lease = GrantedLease(self._lease.lease_s, now())  # the agent's process may have started long ago
+        self.post(control.Accepted())
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -208,14 +210,14 @@ class RemoteAgent:
     @trio.lowlevel.enable_ki_protection
     async def _read(self, connection: Connection[control.FromAgent], nursery: trio.Nursery) -> None:
         try:
-            async with aclosing(connection.read()) as received:
-                async for message in received:
-                    if isinstance(message, control.CheckpointKept):
-                        await self._take_checkpoint(message, nursery)
-                    elif not isinstance(message, control.FromWorker):
-                        self._handle(message)
-                    elif (worker := self._workers.get(message.worker)) is not None:
-                        await worker.mailbox.take(message.packet)
+            while True:
+                message = await connection.receive()
+                if isinstance(message, control.CheckpointKept):
+                    await self._take_checkpoint(message, nursery)
+                elif not isinstance(message, control.FromWorker):
+                    self._handle(message)
+                elif (worker := self._workers.get(message.worker)) is not None:
+                    await worker.mailbox.take(message.packet)
         except (ConnectionLost, control.ControlCorrupted) as error:
             self.give_up(str(error))
 
@@ -248,6 +250,7 @@ class RemoteAgent:
                     if not self.up.is_set():
                         self._since = time.time()
                         self.up.set()
+                        self._on_up()
             case control.Statistics(rings):
                 self._rings = rings
             case control.LinkLost(generation, reason):

@@ -3,17 +3,23 @@
 Rules
 1. The supervisor and the orchestrator own a descriptor of each memory and close it when they need it no more. Here that
    is a proxy: one end of a socket pair. When it is closed, the agent is told to free the memory.
-2. A proxy that is posted to a worker of the same agent stands for its memory. Another worker receives nothing:
-   its engine starts the request over from the journal, or from its beginning.
+2. A proxy that is posted to a worker of the same agent stands for its memory. Another worker receives no descriptor
+   (on the parent's node: ``WithoutProxies``). Its engine starts the request over from the journal, or from its
+   beginning.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator, Sequence
 
 import trio
+
+from omni_actors.protocol.messages import CheckpointMemory, ControlMessage
+from omni_actors.protocol.packets import Envelope
+from omni_actors.supervisor.process import WorkerMailbox
 
 
 class RemoteCheckpoints:
@@ -41,6 +47,37 @@ class RemoteCheckpoints:
         with ours:
             await trio.lowlevel.wait_readable(ours)  # nothing is ever sent: its other end was closed
         self._drop(self._memories.pop(file))
+
+
+class WithoutProxies:
+    """The mailbox of a worker on the parent's node, for which a proxy is no memory. See ``WorkerMailbox``."""
+
+    def __init__(self, mailbox: WorkerMailbox) -> None:
+        self._mailbox = mailbox
+
+    @property
+    def fault(self) -> str | None:
+        return self._mailbox.fault
+
+    @fault.setter
+    def fault(self, why: str | None) -> None:
+        self._mailbox.fault = why
+
+    @property
+    def incoming(self) -> trio.MemoryReceiveChannel[Envelope]:
+        return self._mailbox.incoming
+
+    @property
+    def congested(self) -> bool:
+        return self._mailbox.congested
+
+    def post(self, message: ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
+        if isinstance(message, CheckpointMemory) and any(stat.S_ISSOCK(os.fstat(fd).st_mode) for fd in fds):
+            fds = ()
+        self._mailbox.post(message, fds, wakes=wakes)
+
+    def unread(self) -> Iterator[Envelope]:
+        return self._mailbox.unread()
 
 
 def _file_of(fd: int) -> tuple[int, int]:

@@ -7,8 +7,7 @@ Rules
 3. A link breaks when the node or the worker at one end is lost. Its ring is then closed as that of any dead worker. If
    a link breaks and its ring is not closed within ``LINK_S``, the worker at its receiving end is killed; if that end is
    on the parent's node, the worker at the sending end. Restarts and replays do the rest.
-4. A connection that is not authenticated has ``HANDSHAKE_S`` seconds, and there are at most ``MOST_STRANGERS`` of them:
-   the oldest makes room.
+4. A connection that is not authenticated has ``HANDSHAKE_S`` seconds, and there are few of them (``strangers``).
 5. Agents outlast the workers: a cancellation from outside reaches the tasks here when the block of ``open_cluster`` has
    ended. What they do is protected from KeyboardInterrupt, which is raised in the user's task. Trio's own
    code that accepts a connection is not: it runs for microseconds.
@@ -22,22 +21,25 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final, NamedTuple
 
 import trio
 
-from omni_actors.cluster.agent import ROLE, AgentSettings
+from omni_actors import log_events
+from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.cluster_ring import ClusterRing, End
-from omni_actors.cluster.connection import Connection, closed_at_once, shake_hands
-from omni_actors.cluster.control import FROM_AGENT, MakeRing
-from omni_actors.cluster.handshake import Acceptor, HandshakeFailed
+from omni_actors.cluster.connection import HANDSHAKE_S, Connection, ConnectionLost, closed_at_once, shake_hands
+from omni_actors.cluster.control import FROM_AGENT, MakeRing, Refused
+from omni_actors.cluster.handshake import ROLE_OF_AGENTS, Acceptor, HandshakeFailed
 from omni_actors.cluster.interfaces import AgentStarter, Places
 from omni_actors.cluster.placement import PARENT, Node, Place
 from omni_actors.cluster.pump import Pump
 from omni_actors.cluster.remote_agent import RemoteAgent
+from omni_actors.cluster.remote_checkpoints import WithoutProxies
 from omni_actors.cluster.remote_worker import RemoteWorker
 from omni_actors.cluster.shielded import open_shielded_nursery
+from omni_actors.cluster.strangers import BACKLOG, Strangers
 from omni_actors.cluster.tls import Credentials
 from omni_actors.config.devices import VISIBLE, NoSuchDevice, at_places
 from omni_actors.errors import LINK_LOST, NODE_LOST, ClusterUnavailable, NoPlace
@@ -53,7 +55,6 @@ RESTART_S: Final = (1.0, 30.0)
 """Seconds between the end of an agent and the start of its successor: the first time, and at most after failures."""
 LINK_S: Final = 1.0
 """Seconds in which the loss of a node or the death of a worker explains that a link breaks."""
-MOST_STRANGERS: Final = 64
 
 
 class _Link(NamedTuple):
@@ -88,7 +89,7 @@ class ClusterSpawner:
         self._agents: dict[str, RemoteAgent] = {}
         """The newest agent of each node."""
         self._expected: dict[int, RemoteAgent] = {}
-        self._strangers: dict[trio.CancelScope, None] = {}
+        self._strangers = Strangers[trio.CancelScope]()
         self._numbers = itertools.count(1)
         self._placed: dict[Address, RemoteAgent | None] = {}
         """Where each worker runs; None: on the parent's node."""
@@ -145,7 +146,7 @@ class ClusterSpawner:
             if agent is None:
                 local = self._local.spawn(address, mailbox_capacity, environment=environment, lock_fds=lock_fds)
                 async with local as worker:
-                    worker.node = at.node
+                    worker.node, worker.mailbox = at.node, WithoutProxies(worker.mailbox)
                     yield worker
             else:
                 async with agent.spawn(address, mailbox_capacity, environment) as remote:
@@ -242,7 +243,7 @@ class ClusterSpawner:
 
         listeners: list[trio.SocketListener] = []
         try:
-            listeners = await trio.open_tcp_listeners(0, host=self._host)
+            listeners = await trio.open_tcp_listeners(0, host=self._host, backlog=BACKLOG)
             self._pump = Pump(self._secret, self._host, on_link_lost, self._tls)
         except (OSError, ValueError) as error:
             for listener in listeners:
@@ -262,19 +263,31 @@ class ClusterSpawner:
             self._nursery = None
             self._pump.stop()
 
-    async def wait_up(self) -> None:
-        """Wait until the agents of all nodes have a lease. Raises ClusterUnavailable: some cannot be started."""
-        first = list(self._agents.values())
-        for agent in first:
+    async def wait_up(self, replan: Callable[[], None] | None) -> None:
+        """Wait until each node has an agent with a lease, or its first one was given up.
+
+        replan: see ``open_cluster``. Raises ClusterUnavailable: the nodes that have an agent are too few.
+        """
+        for agent in list(self._agents.values()):
             await agent.up.wait()
-        if missing := {agent.node: agent.lost for agent in first if agent.lost is not None}:
+        missing = {name: str(node.why) for name, node in self.nodes().items() if node.state != "alive"}
+        if not missing:
+            return
+        if replan is None:
             raise ClusterUnavailable(missing)
+        try:
+            replan()
+        except NoPlace as error:
+            raise ClusterUnavailable(missing) from error
+        for name, why in missing.items():
+            log_events.record(log_events.NodeLeftOut(node=name, reason=why))
 
     def _new_agent(self, node: str, earlier_loss: str | None = None) -> RemoteAgent:
         return RemoteAgent(
             node,
             next(self._numbers),
             self._lease_s,
+            on_up=lambda: self._places.join(self._nodes[node]),
             on_lost=lambda: self._places.lose(node),
             on_link_lost=self._on_link_lost,
             earlier_loss=earlier_loss,
@@ -294,8 +307,6 @@ class ClusterSpawner:
                         await agent.up.wait()
                     if not agent.up.is_set():
                         agent.give_up(f"it has not started within {self._start_s:g} s")
-                    elif agent.lost is None:
-                        self._places.join(node)
                     await agent.fenced.wait()
                     nursery.cancel_scope.cancel()
             finally:
@@ -313,7 +324,7 @@ class ClusterSpawner:
                 secret=self._secret,
                 lease_s=self._lease_s,
                 tls=self._credentials,
-                import_path=_import_path(),
+                import_path=tuple(map(os.path.abspath, sys.path)),
             )
             end = await self._starter.run(agent.node, settings)
         except OSError as error:  # such as no descriptors; the next agent may have some
@@ -329,32 +340,27 @@ class ClusterSpawner:
         """Authenticate a connection, and serve it if it is that of an agent which was started."""
         stream = connected if self._tls is None else trio.SSLStream(connected, self._tls.server, server_side=True)
         acceptor = Acceptor(self._secret)
-        scope = trio.CancelScope()
-        self._strangers[scope] = None
-        if len(self._strangers) > MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]  # so that another one that comes before it has ended ends another one
-            oldest.cancel()
         async with closed_at_once(stream):
             try:
-                with scope:
+                with trio.CancelScope() as scope:
+                    host = connected.socket.getpeername()[0]
+                    if (displaced := self._strangers.add(scope, host, acceptor)) is not None:
+                        displaced.cancel()
                     await shake_hands(stream, acceptor)
-            except HandshakeFailed:
+            except (OSError, HandshakeFailed, ConnectionLost):
                 return
             finally:
-                self._strangers.pop(scope, None)
-            if scope.cancelled_caught or acceptor.role != ROLE:
-                return
-            agent = self._expected.pop(acceptor.subject, None)
-            if agent is None or agent.lost is not None:
+                self._strangers.discard(scope)
+            if scope.cancelled_caught or acceptor.role != ROLE_OF_AGENTS:
                 return
             received, sent = acceptor.keys()
-            await agent.run(Connection(stream, (sent, received), FROM_AGENT))
-
-
-def _import_path() -> tuple[str, ...]:
-    """Return where this process looks for modules."""
-    return tuple(os.path.abspath(each) for each in sys.path)
+            connection = Connection(stream, (sent, received), FROM_AGENT)
+            agent = self._expected.pop(acceptor.subject, None)
+            if agent is not None and agent.lost is None:
+                await agent.run(connection)
+                return
+            with trio.move_on_after(HANDSHAKE_S), suppress(ConnectionLost):
+                await connection.send_now(Refused())
 
 
 @asynccontextmanager
@@ -367,6 +373,7 @@ async def open_cluster(
     lease_s: float = LEASE_S,
     start_s: float = START_S,
     tls: Credentials | None = None,
+    replan: Callable[[], None] | None = None,
 ) -> AsyncIterator[ClusterSpawner]:
     """Start an agent on each node, and give the spawner. When the block ends, the agents have ended.
 
@@ -378,11 +385,13 @@ async def open_cluster(
         lease_s: For how long, in seconds, the workers of a node may run without hearing of the parent.
         start_s: How long an agent may take to start.
         tls: What nodes use TLS with (``make_credentials``); None: they use none.
+        replan: Called when some nodes have no agent at first. It places the workers on the others, or raises NoPlace.
+            None: every node is needed.
 
     A cancellation from outside ends the block, and then the agents. Raises ClusterUnavailable.
     """
     spawner = ClusterSpawner(nodes, starter, places, host=host, lease_s=lease_s, start_s=start_s, tls=tls)
     async with open_shielded_nursery() as nursery:
         await nursery.start(spawner.run)
-        await spawner.wait_up()
+        await spawner.wait_up(replan)
         yield spawner

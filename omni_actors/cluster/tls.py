@@ -20,8 +20,9 @@ import msgspec
 from omni_actors.cluster.channel import Tls
 from omni_actors.errors import ConfigError
 
-_BEFORE, _AFTER = datetime.timedelta(days=2), datetime.timedelta(days=36500)
-"""The certificate ends with the system, not by its date: clocks of nodes may differ, and a system may run for long."""
+_SINCE: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_UNTIL: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
+"""The certificate ends with the system, not by its date: the clock of a node may be wrong."""
 _PEM_CERTIFICATE: Final = "TLS certificate"
 
 
@@ -66,12 +67,11 @@ def make_credentials() -> Credentials:
         raise ConfigError("cluster", "cluster.tls", True, accepted) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "omni_actors")])
-    now = datetime.datetime.now(datetime.UTC)
     certificate = (
         x509.CertificateBuilder(subject_name=name, issuer_name=name, public_key=key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BEFORE)
-        .not_valid_after(now + _AFTER)
+        .not_valid_before(_SINCE)
+        .not_valid_after(_UNTIL)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )

@@ -138,7 +138,7 @@ class OmniSystem(
 
         Raises:
             ConfigError: The pipeline cannot work, or a library or model is missing. No process was started.
-            ClusterUnavailable: Ray, or a node of it, cannot be used.
+            ClusterUnavailable: Ray, or a node of it that is needed, cannot be used.
             NoPlace: No node of the cluster can run a worker.
             StageFailed: A stage could not load (only with ``wait_ready``).
             StartTimedOut: The stages did not load in ``start_timeout_s`` (only with ``wait_ready``).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,20 @@ def has_ended(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+async def wait_ended(*pids: int) -> None:
+    """Wait until processes have ended, whoever is to reap them."""
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            with trio.fail_after(WATCHDOG_S):
+                await trio.lowlevel.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)
 
 
 def ask_long(omni: OmniSystem) -> Generation:

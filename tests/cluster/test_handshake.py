@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_actors.cluster.handshake import MOST_BYTES, Acceptor, Connector, Handshake, HandshakeFailed
+from omni_actors.cluster import handshake
+from omni_actors.cluster.handshake import MAGIC, MOST_BYTES, Acceptor, Connector, Handshake, HandshakeFailed
 
 SECRET = bytes(range(32))
 
@@ -72,11 +73,18 @@ def test_a_changed_role_subject_or_nonce_is_noticed(at: int) -> None:
         connector.receive(acceptor.receive(bytes(changed)))
 
 
-def test_another_version_is_named() -> None:
-    hello = bytearray(Connector(SECRET, "link", 1).hello)
-    hello[7] = 9
+def test_another_version_is_named_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The acceptor answers, and accepts no proof, although the other side knows the secret."""
+    acceptor, connector = Acceptor(SECRET), Connector(SECRET, "link", 1)
+    connector.hello = hello = MAGIC[:-1] + b"\x09" + connector.hello[len(MAGIC) :]
+    answer = acceptor.receive(hello)
+    with monkeypatch.context() as patch:
+        patch.setattr(handshake, "VERSION", 9)
+        with pytest.raises(HandshakeFailed, match="version 2 of the protocol; this is version 9"):
+            connector.receive(answer)
     with pytest.raises(HandshakeFailed, match="version 9 of the protocol; this is version 2"):
-        Acceptor(SECRET).receive(bytes(hello))
+        acceptor.receive(connector.receive(answer))
+    assert acceptor.wanted
     with pytest.raises(HandshakeFailed, match="does not speak"):
         Acceptor(SECRET).receive(b"GET / HTTP/1.1\r\n".ljust(len(hello)))
 

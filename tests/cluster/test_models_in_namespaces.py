@@ -18,6 +18,7 @@ from omni_actors import AudioChunk, OmniSystem, config
 from omni_actors.config import Cluster, Pipeline, Restart, Stage
 from omni_actors.outputs import Output
 from omni_actors.stages import assets
+from tests.cluster.long_answers import wait_ended
 from tests.cluster.ray_namespaces import RayNodes, ray_on
 from tests.support.closeness import assert_same_sound
 from tests.support.echo_systems import pid_of
@@ -90,9 +91,8 @@ async def on_nodes(ray: RayNodes, pipeline: Pipeline, nodes: Mapping[str, str]) 
     async with OmniSystem.open(placed, cluster=ray.address) as omni:
         assert {stage: ray.node_of(pid_of(omni, stage)) for stage in nodes} == nodes
         yield omni
-    with trio.fail_after(WATCHDOG_S):
-        while ray.agents_and_workers():  # noqa: ASYNC110 - no event announces the end of Ray's actors
-            await trio.sleep(0.05)
+    while left := ray.agents_and_workers():
+        await wait_ended(*left)
 
 
 async def tell(omni: OmniSystem, on_audio: Callable[[], None] = lambda: None) -> list[Output]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
+from omni_actors.cluster.handshake import Acceptor
+from omni_actors.cluster.link import ALIVE, HEADER
 from omni_actors.cluster.pump import Pump
+from ringbuf import Ring
 from tests.cluster.linked_rings import SECRET, WATCHDOG_S, LinkedRings, Losses
 from tests.support.network import Namespace, namespaces, two_namespaces
 from tests.support.slow_lines import slow_lines
 
 pytestmark = pytest.mark.usefixtures("needs_namespaces")
+INTERRUPTION_S = 8.0
+"""Longer than a handshake may take."""
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +80,56 @@ def test_a_short_partition_only_delays(nodes: tuple[Namespace, Namespace], mute:
             arrived += numbers(made, 0.3)
         assert arrived == list(range(50))
         assert not [each for ends in losses for each in ends.all()]
+
+
+class Interruption:
+    """A partition of both ways, once: it begins before something is sent, and lasts for some seconds."""
+
+    def __init__(self, nodes: tuple[Namespace, Namespace], moment: str) -> None:
+        self._nodes, self._moment = nodes, moment
+
+    @contextmanager
+    def of(self, moment: str) -> Iterator[None]:
+        if moment != self._moment:
+            yield
+            return
+        self._moment = "none"
+        with self._nodes[0].muted(), self._nodes[1].muted():
+            yield
+            time.sleep(INTERRUPTION_S)
+
+
+def first_record(listener: socket.socket, interruption: Interruption) -> bytes:
+    """Be the receiving end of a link, until its first record."""
+    while True:
+        with listener.accept()[0] as connection, suppress(ConnectionError):
+            acceptor = Acceptor(SECRET)
+            answer = acceptor.receive(connection.recv(acceptor.wanted, socket.MSG_WAITALL))
+            with interruption.of("answer"):
+                connection.sendall(answer)
+            if len(proof := connection.recv(acceptor.wanted, socket.MSG_WAITALL)) < acceptor.wanted:
+                continue  # given up, and made again
+            acceptor.receive(proof)
+            with interruption.of("sign"):
+                connection.sendall(ALIVE)
+            return connection.recv(HEADER.size + 5, socket.MSG_WAITALL)[HEADER.size :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["connection", "answer", "sign"])
+def test_a_partition_while_a_link_opens_only_delays(nodes: tuple[Namespace, Namespace], moment: str) -> None:
+    """moment: what is lost first."""
+    interruption = Interruption(nodes, moment)
+    with nodes[1].entered(), socket.create_server((nodes[1].address, 0)) as listener:
+        listener.settimeout(WATCHDOG_S)
+        with pump_at(nodes[0], silent_s=15.0) as (near, losses), Ring.create(4096) as ring:
+            producer = ring.claim_producer()
+            producer.send(b"first")
+            with interruption.of("connection"):
+                near.send(7, ring.claim_consumer(), listener.getsockname())
+            assert first_record(listener, interruption) == b"first"
+            assert not losses.all()
+            near.close(7)
 
 
 @pytest.mark.parametrize("mute", [(0,), (1,), (0, 1)])

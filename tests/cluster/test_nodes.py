@@ -17,7 +17,8 @@ from omni_actors import OmniSystem
 from omni_actors.cluster import remote_agent
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.interfaces import AgentEnd
-from omni_actors.cluster.spawner import MOST_STRANGERS, open_cluster
+from omni_actors.cluster.spawner import open_cluster
+from omni_actors.cluster.strangers import MOST_STRANGERS
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.errors import ClusterUnavailable, StageCrashed
 from omni_actors.stress import cuts
@@ -199,7 +200,7 @@ async def test_an_agent_that_cannot_start_is_reported_with_its_node() -> None:
 
 @pytest.mark.slow
 async def test_an_agent_ends_without_a_parent(tmp_path: Path) -> None:
-    """Its connection is accepted and nothing answers: the agent ends by itself."""
+    """Its connections are accepted and nothing answers: the agent ends by itself."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         settings = AgentSettings(number=1, parent=listener.getsockname(), secret=bytes(32), lease_s=0.1)
         with trio.fail_after(WATCHDOG_S):

@@ -18,6 +18,8 @@ import pytest
 import trio
 
 from omni_actors import OmniSystem
+from omni_actors.cluster.agent import AgentSettings
+from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.placement import PARENT, Node
 from omni_actors.cluster.ray_nodes import RayAgents, open_ray
 from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
@@ -32,6 +34,7 @@ from tests.cluster.long_answers import (
     has_ended,
     long_answers,
     read_until_first,
+    wait_ended,
 )
 from tests.cluster.ray_cluster import RayCluster, ray_cluster
 from tests.cluster.subprocess_cluster import FixedPlaces
@@ -103,7 +106,7 @@ async def test_answers_are_whole_and_no_agent_is_left(cluster: RayCluster) -> No
         for generation in generations:
             check_exact(generation, await read(generation))
     assert all(map(has_ended, workers))
-    await until(lambda: all(map(has_ended, agents)))
+    await wait_ended(*(agent.pid for agent in agents))
 
 
 @pytest.mark.usefixtures("needs_cuts")
@@ -120,11 +123,11 @@ async def test_an_agent_without_its_connection_gives_its_resources_to_the_next_o
 
 async def test_no_actor_is_left_of_a_helper_that_was_killed(cluster: RayCluster) -> None:
     async with open_on_ray(cluster, cpus=2.0) as on:
-        actors = [psutil.Process(agent.pid) for agent in on.spawner.agents.values()]
+        actors = [agent.pid for agent in on.spawner.agents.values()]
         assert on.ray._process is not None
         on.ray._process.kill()
         check_exact(after := ask_long(on.omni), await read(after))
-    await until(lambda: all(map(has_ended, actors)))
+    await wait_ended(*actors)
 
 
 async def test_a_system_is_opened_by_the_address_of_a_cluster(cluster: RayCluster) -> None:
@@ -135,7 +138,7 @@ async def test_a_system_is_opened_by_the_address_of_a_cluster(cluster: RayCluste
         assert raylets == {node: cluster.raylets[node] for node in nodes.values()}
         outputs = [output async for output in omni.generate("hello")]
         assert outputs[0].delta == "hello"
-    await until(lambda: not any(map(psutil.pid_exists, agents.values())))
+    await wait_ended(*agents.values())
 
 
 async def test_a_worker_without_a_place_is_reported_before_anything_runs(cluster: RayCluster) -> None:
@@ -143,6 +146,26 @@ async def test_a_worker_without_a_place_is_reported_before_anything_runs(cluster
         async with OmniSystem.open(
             "echo", cluster=cluster.address, overrides={"cluster": {"nodes": {"first": "moon"}}}
         ):
+            pytest.fail("the block began")
+
+
+async def test_a_system_starts_without_a_node_where_ray_starts_no_agent(
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RayAgents.run
+
+    async def refused(self: RayAgents, node: str, settings: AgentSettings) -> AgentEnd:
+        return AgentEnd(False, "no actor") if node == "n2" else await run(self, node, settings)
+
+    monkeypatch.setattr(RayAgents, "run", refused)
+    placed = {"cluster": {"nodes": {"first": "n1"}}}
+    async with OmniSystem.open("echo", cluster=cluster.address, overrides=placed) as omni:
+        assert omni.health().nodes["n2"].why == "its agent cannot be reached: no actor"
+        outputs = [output async for output in omni.generate("hello")]
+        assert outputs[0].delta == "hello"
+    placed = {"cluster": {"nodes": {"first": "n2"}}}
+    with pytest.raises(ClusterUnavailable, match=r"'n2' cannot be used: .*no actor"):
+        async with OmniSystem.open("echo", cluster=cluster.address, overrides=placed):
             pytest.fail("the block began")
 
 

@@ -11,122 +11,122 @@ import pytest
 import trio
 import trio.testing
 
+from omni_actors import OmniSystem
 from omni_actors.cluster import ray_nodes
 from omni_actors.cluster.agent import AgentSettings
-from omni_actors.cluster.ray_messages import Obeyed, RayNode, Started
+from omni_actors.cluster.ray_messages import News, Obeyed, RayNode, Started
 from omni_actors.cluster.ray_nodes import open_ray
 from omni_actors.errors import ClusterUnavailable
 
 NODE = RayNode(node_id="1", name="a", address="127.0.0.1", cpus=1.0, gpus=0, free_gpus=0, labels=(), is_parents=True)
+ADDRESS = "10.0.0.1:6379"
+WATCHDOG_S = 30
 
 
-async def test_a_helper_that_ends_at_once_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, starts = tmp_path / "helper", tmp_path / "starts"
-    news = msgspec.json.encode(Started([NODE])).decode()
-    script.write_text(f"#!/bin/sh\necho x >>'{starts}'\necho '{news}'\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    with trio.fail_after(30):
-        async with open_ray("10.0.0.1:6379") as ray:
+class ScriptedHelper:
+    """A script of the shell that is started in place of the helper."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self._starts = folder / "helper", folder / "starts"
+
+    def write(self, *lines: str) -> None:
+        """Let the next helper carry out these lines."""
+        self.path.write_text("\n".join(["#!/bin/sh", f"echo $$ >>'{self._starts}'", *lines]) + "\n")
+        self.path.chmod(0o755)
+
+    @property
+    def pids(self) -> list[int]:
+        """The helpers that were started."""
+        return [int(pid) for pid in self._starts.read_text().split()]
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedHelper:
+    made = ScriptedHelper(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(made.path))
+    return made
+
+
+def say(news: News) -> str:
+    """Return the line of a script that tells the parent something."""
+    return f"echo '{msgspec.json.encode(news).decode()}'"
+
+
+def settings(number: int) -> AgentSettings:
+    return AgentSettings(number=number, parent=("127.0.0.1", 1), secret=bytes(32), lease_s=1.0)
+
+
+async def test_a_helper_that_ends_at_once_is_replaced(helper: ScriptedHelper) -> None:
+    helper.write(say(Started([NODE])))
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
             assert [node.name for node in ray.nodes] == ["a"]
-            while len(starts.read_text().split()) < 3:
+            while len(helper.pids) < 3:
                 await trio.sleep(0.01)
                 await ray.connect()
 
 
 async def test_a_helper_that_carries_out_no_order_is_killed_and_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    helper: ScriptedHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, starts = tmp_path / "helper", tmp_path / "starts"
-    news = msgspec.json.encode(Started([NODE])).decode()
-    script.write_text(f"#!/bin/sh\necho $$ >>'{starts}'\necho '{news}'\nexec sleep 1000\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
+    helper.write(say(Started([NODE])), "exec sleep 1000")
     monkeypatch.setattr(ray_nodes, "ORDER_S", 0.2)
     monkeypatch.setattr(ray_nodes, "END_S", 0.2)
-    with trio.fail_after(30):
-        async with open_ray("10.0.0.1:6379") as ray:
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
             for number in (1, 2):
                 end = await ray.run("a", settings(number))
                 assert not end.certain
                 assert "within 0.2 s" in end.why
-        helpers = [int(pid) for pid in starts.read_text().split()]
-    assert len(helpers) == 2
-    assert not any(psutil.pid_exists(pid) for pid in helpers)
+    assert len(helper.pids) == 2
+    assert not any(map(psutil.pid_exists, helper.pids))
 
 
-async def test_an_order_that_ray_refuses_ends_that_agent_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, starts = tmp_path / "helper", tmp_path / "starts"
-    news = [Started([NODE]), Obeyed("RaySystemError: no control store")]
-    started, refused = (msgspec.json.encode(each).decode() for each in news)
-    script.write_text(
-        f"#!/bin/sh\necho $$ >>'{starts}'\necho '{started}'\nwhile read order; do echo '{refused}'; done\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    with trio.fail_after(30):
-        async with open_ray("10.0.0.1:6379") as ray:
+async def test_an_order_that_ray_refuses_ends_that_agent_alone(helper: ScriptedHelper) -> None:
+    why = "RaySystemError: no control store"
+    helper.write(say(Started([NODE])), f"while read order; do {say(Obeyed(why))}; done")
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
             for number in (1, 2):
-                assert await ray.run("a", settings(number)) == (False, "RaySystemError: no control store")
-        assert len(starts.read_text().split()) == 1
+                assert await ray.run("a", settings(number)) == (False, why)
+    assert len(helper.pids) == 1
 
 
-async def test_a_helper_that_finds_fewer_nodes_takes_none_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_helper_that_finds_fewer_nodes_takes_none_away(helper: ScriptedHelper) -> None:
     """A new head has only its own node at first; the others come later, and are still the nodes of the cluster."""
-    script, starts = tmp_path / "helper", tmp_path / "starts"
     later = msgspec.structs.replace(NODE, node_id="2", name="b", is_parents=False)
-    both, one = (msgspec.json.encode(Started(nodes)).decode() for nodes in ([NODE, later], [NODE]))
-    script.write_text(
-        f"#!/bin/sh\nif [ -e '{starts}' ]; then echo '{one}'; else echo '{both}'; fi\necho >>'{starts}'\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    with trio.fail_after(30):
-        async with open_ray("10.0.0.1:6379") as ray:
-            while not starts.exists() or len(starts.read_text()) < 2:
+    helper.write(say(Started([NODE, later])))
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
+            helper.write(say(Started([NODE])))
+            while len(helper.pids) < 2:
                 await trio.sleep(0.01)
                 await ray.connect()
             assert [node.name for node in ray.nodes] == ["a", "b"]
 
 
-async def test_a_helper_that_says_what_cannot_be_read_is_killed_and_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script, starts = tmp_path / "helper", tmp_path / "starts"
-    news = msgspec.json.encode(Started([NODE])).decode()
-    script.write_text(f"#!/bin/sh\necho $$ >>'{starts}'\necho '{news}'\nread order\necho oops\nexec sleep 1000\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    with trio.fail_after(30):
-        async with open_ray("10.0.0.1:6379") as ray:
+async def test_a_helper_that_says_what_cannot_be_read_is_killed_and_replaced(helper: ScriptedHelper) -> None:
+    helper.write(say(Started([NODE])), "read order", "echo oops", "exec sleep 1000")
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
             for number in (1, 2):
-                end = await ray.run("a", settings(number))
-                assert end == (False, "the helper that uses Ray has ended")
-        helpers = [int(pid) for pid in starts.read_text().split()]
-    assert len(helpers) == 2
-    assert not any(psutil.pid_exists(pid) for pid in helpers)
+                assert await ray.run("a", settings(number)) == (False, "the helper that uses Ray has ended")
+    assert len(helper.pids) == 2
+    assert not any(map(psutil.pid_exists, helper.pids))
 
 
-async def test_a_helper_whose_first_words_cannot_be_read_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "helper"
-    script.write_text("#!/bin/sh\necho oops\nexec sleep 1000\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    with trio.fail_after(30), pytest.raises(ClusterUnavailable, match="the helper says what cannot be read"):
-        async with open_ray("10.0.0.1:6379"):
+async def test_a_helper_whose_first_words_cannot_be_read_is_an_error(helper: ScriptedHelper) -> None:
+    helper.write("echo oops", "exec sleep 1000")
+    with trio.fail_after(WATCHDOG_S), pytest.raises(ClusterUnavailable, match="the helper says what cannot be read"):
+        async with open_ray(ADDRESS):
             pytest.fail("the block began")
 
 
-async def test_no_node_has_the_name_of_the_parents_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "helper"
+async def test_no_node_has_the_name_of_the_parents_label(helper: ScriptedHelper) -> None:
     named = [msgspec.structs.replace(NODE, node_id=name, name=name) for name in ("a", "parent", "parent-2")]
-    script.write_text(f"#!/bin/sh\necho '{msgspec.json.encode(Started(named)).decode()}'\nread end\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    with trio.fail_after(30):
-        async with open_ray("10.0.0.1:6379") as ray:
+    helper.write(say(Started(named)), "read end")
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
             assert {node.name: node.node_id for node in ray.nodes} == {
                 "a": "a",
                 "parent-2": "parent",
@@ -134,16 +134,20 @@ async def test_no_node_has_the_name_of_the_parents_label(tmp_path: Path, monkeyp
             }
 
 
-async def test_the_helper_outlives_a_cancelled_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cluster_without_a_node_here_is_an_error(helper: ScriptedHelper) -> None:
+    helper.write(say(Started([msgspec.structs.replace(NODE, is_parents=False)])), "read end")
+    with trio.fail_after(WATCHDOG_S), pytest.raises(ClusterUnavailable, match="not one of its nodes") as caught:
+        async with OmniSystem.open("echo", cluster=ADDRESS):
+            pytest.fail("the block began")
+    assert list(caught.value.nodes) == [ADDRESS]
+
+
+async def test_the_helper_outlives_a_cancelled_block(helper: ScriptedHelper) -> None:
     """So that agents that are killed when the block ends are killed by it."""
-    script = tmp_path / "helper"
-    news, obeyed = (msgspec.json.encode(each).decode() for each in (Started([NODE]), Obeyed("as asked")))
-    script.write_text(f"#!/bin/sh\necho '{news}'\nwhile read order; do echo '{obeyed}'; done\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
+    helper.write(say(Started([NODE])), f"while read order; do {say(Obeyed('as asked'))}; done")
     ends = []
-    with trio.fail_after(30), trio.CancelScope() as scope:
-        async with open_ray("10.0.0.1:6379") as ray:
+    with trio.fail_after(WATCHDOG_S), trio.CancelScope() as scope:
+        async with open_ray(ADDRESS) as ray:
             scope.cancel()
             try:
                 await trio.sleep_forever()
@@ -152,9 +156,3 @@ async def test_the_helper_outlives_a_cancelled_block(tmp_path: Path, monkeypatch
                     await trio.testing.wait_all_tasks_blocked()
                     ends.append(await ray.run("a", settings(1)))
     assert ends == [(False, "as asked")]
-
-
-def settings(number: int) -> AgentSettings:
-    return AgentSettings(
-        number=number, parent=("127.0.0.1", 1), secret=bytes(32), lease_s=1.0, tls=None, import_path=()
-    )

@@ -29,6 +29,7 @@ from tests.cluster.long_answers import (
     has_ended,
     long_answers,
     read_until_first,
+    wait_ended,
 )
 from tests.cluster.ray_namespaces import GCS, RAYLET, RayNodes, ray_on
 from tests.cluster.subprocess_cluster import FixedPlaces
@@ -106,9 +107,8 @@ async def opened(ray: RayNodes, writers: Path, *, lease_s: float = SHORT_LEASE_S
             ours = {pid_of(omni, stage) for stage in PLACES} | {agent.pid for agent in spawner.agents.values()}
             assert ray.agents_and_workers() == ours
             yield OnRay(omni, spawner, agents)
-    with trio.fail_after(WATCHDOG_S):
-        while ray.agents_and_workers():  # noqa: ASYNC110
-            await trio.sleep(0.05)
+    while left := ray.agents_and_workers():
+        await wait_ended(*left)
 
 
 @contextmanager
@@ -212,12 +212,13 @@ async def test_a_system_goes_on_with_a_new_head(ray: RayNodes, writers: Path) ->
     The parent is connected with the new head before the other nodes are.
     """
     async with opened(ray, writers) as on:
-        agents = {node: agent.number for node, agent in on.spawner.agents.items()}
+        first = list(on.spawner.agents.values())
+        agents = {agent.node: agent.number for agent in first}
         generation = ask_long(on.omni)
         check_exact(generation, await read_until_first(generation, ray.process("head", GCS).kill))
         with trio.fail_after(WATCHDOG_S):
-            while not all(agent.fenced.is_set() for agent in on.spawner.agents.values()):  # noqa: ASYNC110
-                await trio.sleep(0.05)
+            for agent in first:
+                await agent.fenced.wait()
         waiting = ask_long(on.omni)
         for node in agents:
             await trio.to_thread.run_sync(ray.end, node)

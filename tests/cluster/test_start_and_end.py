@@ -94,6 +94,19 @@ async def test_an_agent_that_cannot_be_started_for_now_is_tried_again(monkeypatc
         assert second.lost == "its agent cannot be started: [Errno 24] Too many open files"
 
 
+async def test_a_node_has_places_from_the_moment_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawner, "RESTART_S", (0.01, 0.01))
+    agents, places = SubprocessAgents(), FixedPlaces({"first": "a"})
+    async with open_cluster(named("a"), agents, places) as cluster:
+        for _ in range(5):
+            lost = cluster.agents["a"]
+            os.kill(agents.pids["a"], signal.SIGKILL)
+            await until(lambda lost=lost: cluster.agents["a"] is not lost)
+            await cluster.agents["a"].up.wait()
+            assert cluster.nodes()["a"].state == "alive"
+            assert places.find(Address("first", 0)).node == "a"
+
+
 @pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0"])
 async def test_an_address_at_which_the_parent_cannot_listen_is_named(host: str) -> None:
     before = open_descriptors()

@@ -13,9 +13,9 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from omni_actors.cluster.accepting import MOST_STRANGERS
 from omni_actors.cluster.handshake import Connector
 from omni_actors.cluster.pump import Pump
+from omni_actors.cluster.strangers import MOST_STRANGERS
 from tests.cluster.linked_rings import WATCHDOG_S, LinkedRings, Losses, linked_rings, open_pump
 from tests.cluster.strangers import authenticated, connect, wait_closed
 from tests.support.open_descriptors import open_descriptors

@@ -5,22 +5,25 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import psutil
 import pytest
 import trio
 
-from omni_actors.cluster.agent import ROLE
 from omni_actors.cluster.channel import Address
-from omni_actors.cluster.handshake import Connector
-from omni_actors.cluster.spawner import MOST_STRANGERS
+from omni_actors.cluster.handshake import ROLE_OF_AGENTS, Connector
+from omni_actors.cluster.spawner import open_cluster
+from omni_actors.cluster.strangers import MOST_STRANGERS
+from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from tests.cluster.long_answers import ask_long, check_exact, long_answers
 from tests.cluster.strangers import authenticated, connect, wait_closed
-from tests.cluster.subprocess_cluster import ClusterOf, open_on_nodes
+from tests.cluster.subprocess_cluster import ClusterOf, FixedPlaces, named, open_on_nodes
 from tests.cluster.test_strangers import FLOOD, MEMORY
-from tests.support.echo_systems import read, wait_restarted
+from tests.support.echo_systems import WATCHDOG_S, read, wait_restarted
 
 NODES = {"first": "a", "second": "parent"}
 UNKNOWN = 1_000_000
@@ -43,14 +46,14 @@ def try_all(address: Address, secret: bytes, agent: int) -> None:
     source = random.Random(7)
     for _ in range(50):
         say(address, source.randbytes(200))
-    hello = Connector(bytes(32), ROLE, agent).hello
+    hello = Connector(bytes(32), ROLE_OF_AGENTS, agent).hello
     for size in range(len(hello)):
         say(address, hello[:size] + source.randbytes(200))
     say(address, hello, source.randbytes(200))  # another secret
-    connection, said = authenticated(address, UNKNOWN, role=ROLE, secret=secret)
+    connection, said = authenticated(address, UNKNOWN, role=ROLE_OF_AGENTS, secret=secret)
     wait_closed(connection)
     say(address, said[: len(hello)], said[len(hello) :])  # recorded
-    for subject, role in ((agent, ROLE), (UNKNOWN, "link")):
+    for subject, role in ((agent, ROLE_OF_AGENTS), (UNKNOWN, "link")):
         wait_closed(authenticated(address, subject, role=role, secret=secret)[0])
 
 
@@ -90,4 +93,79 @@ async def test_a_flood_of_connections_costs_little_and_keeps_no_agent_out(count:
         assert most_memory - memory < MEMORY
         os.kill(cluster.agents.pids["a"], signal.SIGKILL)
         await wait_restarted(cluster.omni, "first", 2)
+        await check_alive(cluster)
+
+
+def connect_from(host: str, address: Address) -> socket.socket:
+    return socket.create_connection(address, WATCHDOG_S, source_address=(host, 0))
+
+
+@pytest.mark.parametrize(
+    ("host", "speaks"), [("127.0.0.1", False), ("127.0.0.2", True)], ids=["silent", "from another address"]
+)
+async def test_a_flood_displaces_no_agent_while_it_shakes_hands(host: str, speaks: bool) -> None:
+    """The agent has said hello, and is slow to go on. host: of the flood. speaks: whether it says hello, too."""
+
+    def flood_meanwhile(address: Address, secret: bytes) -> bytes:
+        with connect(address) as slow, ExitStack() as closing:
+            handshake = Connector(secret, ROLE_OF_AGENTS, UNKNOWN)
+            slow.sendall(handshake.hello)
+            answer = slow.recv(handshake.wanted, socket.MSG_WAITALL)
+            flood = [closing.enter_context(connect_from(host, address)) for _ in range(4 * MOST_STRANGERS)]
+            for stranger in flood if speaks else ():
+                with suppress(ConnectionResetError, BrokenPipeError):
+                    stranger.sendall(Connector(bytes(32), ROLE_OF_AGENTS, 1).hello)
+            wait_closed(flood[2 * MOST_STRANGERS])  # so the parent has taken those behind it
+            with suppress(BrokenPipeError):
+                slow.sendall(handshake.receive(answer))
+            with suppress(ConnectionResetError):
+                return slow.recv(200)
+            return b""
+
+    async with open_cluster(named(), SubprocessAgents(), FixedPlaces({})) as spawner:
+        verdict = await trio.to_thread.run_sync(flood_meanwhile, spawner.address, spawner._secret)
+        assert verdict, "it had to make room"
+
+
+KEPT_UP = """
+import resource, select, socket, sys
+address, count = (sys.argv[1], int(sys.argv[2])), int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (count + 100,) * 2)
+events, connections, ended = select.epoll(), {}, 0
+while True:
+    while len(connections) < count:
+        connection = socket.socket()
+        connection.setblocking(False)
+        connection.connect_ex(address)
+        connections[connection.fileno()] = connection
+        events.register(connection, select.EPOLLRDHUP)
+    for fd, _ in events.poll():
+        connections.pop(fd).close()
+        ended += 1
+        if ended == count:
+            print("all were displaced", flush=True)
+"""
+"""So many connections that say nothing. One that is closed is made again."""
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+async def test_an_agent_joins_during_a_flood_that_is_kept_up(count: int) -> None:
+    async with open_on_nodes(long_answers(), NODES) as cluster:
+        host, port = cluster.spawner.address
+        command = [sys.executable, "-c", KEPT_UP, host, str(port), str(count)]
+        flood = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
+        try:
+            assert flood.stdout is not None
+            with trio.fail_after(WATCHDOG_S):
+                assert await flood.stdout.receive_some()
+            for generation in (2, 3, 4):
+                lost = cluster.spawner.agents["a"]
+                os.kill(cluster.agents.pids["a"], signal.SIGKILL)
+                await wait_restarted(cluster.omni, "first", generation)
+                assert cluster.spawner.agents["a"].number == lost.number + 1  # its first successor
+            assert flood.poll() is None
+        finally:
+            flood.kill()
+            with trio.CancelScope(shield=True):
+                await flood.wait()
         await check_alive(cluster)

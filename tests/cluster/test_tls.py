@@ -13,12 +13,12 @@ from contextlib import ExitStack, suppress
 
 import pytest
 import trio
+from cryptography import x509
 
-from omni_actors.cluster.accepting import MOST_STRANGERS
 from omni_actors.cluster.channel import Address, Tls
 from omni_actors.cluster.handshake import Connector
 from omni_actors.cluster.pump import Pump
-from omni_actors.cluster.spawner import MOST_STRANGERS as MOST_AT_THE_PARENT
+from omni_actors.cluster.strangers import MOST_STRANGERS
 from omni_actors.cluster.tls import Credentials, make_credentials
 from omni_actors.errors import ConfigError
 from ringbuf import RingClosed
@@ -221,13 +221,20 @@ async def test_a_system_of_two_nodes_with_tls(credentials: Credentials) -> None:
             assert await trio.to_thread.run_sync(refused, address, credulous(make_credentials()))
         with ExitStack() as closing:
             hello = client_hello()
-            for number in range(MOST_AT_THE_PARENT + 8):
+            for number in range(MOST_STRANGERS + 8):
                 stranger = closing.enter_context(connect(cluster.spawner.address))
                 stranger.sendall(hello if number % 2 else b"GET / HTTP/1.1\r\n\r\n")
             os.kill(cluster.agents.pids["a"], signal.SIGKILL)
             await wait_restarted(cluster.omni, "first", 2)
             await until(lambda: cluster.omni.health().nodes["a"].state == "alive")
         check_exact(after := ask_long(cluster.omni), await read(after))
+
+
+def test_the_certificate_is_valid_by_any_clock(credentials: Credentials) -> None:
+    """A node whose clock stands at its beginning joins, too."""
+    certificate = x509.load_pem_x509_certificate(credentials.certificate)
+    assert certificate.not_valid_before_utc.timestamp() == 0
+    assert certificate.not_valid_after_utc.year == 9999
 
 
 def test_the_key_is_in_no_text(credentials: Credentials) -> None:
