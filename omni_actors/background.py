@@ -48,8 +48,8 @@ class Background:
         self.ended: Future[None] = Future()
         self._opening = opening
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        """Protects the next two."""
+        self._lock = threading.RLock()
+        """Protects the next two. Reentrant: a signal handler or the garbage collector may call ``stop`` anywhere."""
         self._token: trio.lowlevel.TrioToken | None = None
         self._stopped = False
         self._scope = trio.CancelScope()

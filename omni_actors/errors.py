@@ -29,6 +29,7 @@ OmniError
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,11 @@ from omni_actors.deaths import WorkerExit as WorkerExit
 
 
 class OmniError(Exception):
-    """Root of the errors of omni_actors."""
+    """Root of the errors of omni_actors. They can be pickled and copied, with their facts."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make the same error from its text and its facts: ``__init__`` takes other arguments than the text."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(OmniError):
@@ -55,7 +60,7 @@ class ConfigError(OmniError):
 
     def __init__(self, file: str, path: str, found: Any, accepted: str) -> None:
         self.file, self.path, self.found, self.accepted = file, path, found, accepted
-        super().__init__(f"{file}: {path}: found {found!r}; accepted: {accepted}")
+        super().__init__(f"{file}: {path}: found {found!r:.200}; accepted: {accepted}")
 
 
 class NoPlace(OmniError):

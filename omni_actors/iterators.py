@@ -71,7 +71,12 @@ class InThread(AsyncIterator[Any]):
 
     def _next(self) -> Any:
         with self._lock:
-            return _ENDED if self._closed else next(self._iterator, _ENDED)
+            try:
+                return _ENDED if self._closed else next(self._iterator, _ENDED)
+            except Exception:
+                raise
+            except BaseException as error:  # SystemExit would end the system, for all callers
+                raise RuntimeError(f"the iterator raised {type(error).__name__}: {error}") from error
 
     def _close(self) -> None:
         """Close a generator, once it does not run."""

@@ -56,6 +56,8 @@ Prompt: TypeAlias = str | Messages | ConversationPrompt | TextPrompt | TokensPro
 
 RAW = ("prompt", "prompt_token_ids", "prompt_embeds")
 """The keys of raw prompts, which are also the names of what an engine can or cannot take (``errors.Unsupported``)."""
+LONGEST_QUESTION = 16 * 1024 * 1024
+"""Most characters of a question that arrives in parts: the system keeps it until it is complete."""
 _KINDS = ("messages", *RAW)
 _BESIDE = ("multi_modal_data", "mm_processor_kwargs")
 
@@ -134,10 +136,14 @@ def live(given: Sequence[Input] | AsyncIterable[Input] | Segments) -> Sequence[I
 
 def _live_question(parts: AsyncIterable[str], inputs: Inputs) -> Segments:
     """Return the input for a question that arrives in parts. It is sent when it is complete."""
-    arrived = list[str]()
+    arrived, size = list[str](), 0
 
     def take(part: Any) -> None:
+        nonlocal size
         arrived.append(_part(part, "prompt"))
+        size += len(part)
+        if size > LONGEST_QUESTION or len(arrived) > LONGEST_QUESTION:
+            raise _refusal(f"prompt: at most {LONGEST_QUESTION} characters, and as many parts, can arrive in parts")
 
     def finish() -> Input:
         return Input({"messages": media.conversation("".join(arrived), inputs)})

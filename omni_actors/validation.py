@@ -20,8 +20,12 @@ def split_path(error: Exception) -> tuple[str, str]:
 
     >>> split_path(ValueError("Expected `int`, got `str` - at `$.stages[0].size`"))
     ('expected an integer, got text', 'stages[0].size')
+    >>> split_path(ValueError("Expected `str`, got `int` - at `key` in `$.env`"))
+    ('expected text, got an integer, as a key', 'env')
     """
     text = str(error)
+    if key := re.fullmatch(r"(.*) - at `key` in `\$(.*)`", text, re.DOTALL):
+        return f"{plain(key[1])}, as a key", key[2].lstrip(".")
     # The last occurrence is msgspec's own: the value may contain the same words.
     message, found, path = text.rpartition(" - at `$")
     return (plain(message), path.rstrip("`").lstrip(".")) if found else (plain(text), "")

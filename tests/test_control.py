@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import trio.testing
 
 from omni_actors import Pipeline, Reply, Unsupported
 from omni_actors.config import Stage
-from omni_actors.errors import Aborted, CallTimedOut, InvalidRequest, TooManyCalls, WorkerLost
+from omni_actors.errors import Aborted, CallTimedOut, InvalidRequest, StageFailed, TooManyCalls, WorkerLost
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.supervisor.calls import MAX_CALLS
@@ -92,6 +94,8 @@ async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_t
         for wrong in ({"stages": ["nowhere"]}, {"arguments": {"x": object()}}, {"arguments": {"x": "y" * 70_000}}):
             with pytest.raises(InvalidRequest):
                 await omni.call("note", **wrong)
+        with pytest.raises(InvalidRequest, match="timeout_s"):
+            await omni.set_desired("note", {"name": "a", "text": "1"}, stages=["able"], timeout_s=math.nan)
         freeze(frozen := pid_of(omni, "able"))
         replies = await omni.call("notes", timeout_s=1.0)
         first, second = replies["able"]
@@ -174,6 +178,34 @@ async def test_every_worker_has_the_desired_state_and_a_refused_change_leaves_it
         os.kill(pid_of(omni, "plain"), signal.SIGKILL)
         await wait_generation(omni, 0, 4)
         assert notes(await omni.call("notes", stages=["able"])) == [{"b": "2"}, {"a": "3", "b": "2"}]
+
+
+async def test_a_refused_change_is_taken_back_also_when_its_caller_was_cancelled() -> None:
+    async with opened() as omni:
+        freeze(frozen := pid_of(omni, "able"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(omni.set_desired, "note", {"name": "a", "text": ""}, stages=["able"]))
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        os.kill(frozen, signal.SIGCONT)
+        assert notes(await omni.call("notes", stages=["able"])) == [{}], "the worker has answered the change before"
+        await trio.testing.wait_all_tasks_blocked()
+        os.kill(frozen, signal.SIGKILL)
+        await wait_generation(omni, 0, 2)
+        assert notes(await omni.call("notes", stages=["able"])) == [{}]
+
+
+async def test_asking_often_for_the_health_of_a_failed_system_keeps_no_frames() -> None:
+    never = {"stages.able.restart.intensity": 0, "stages.able.restart.retry_s": 0.0}
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(PIPELINE, overrides=never) as omni:
+            os.kill(pid_of(omni, "able"), signal.SIGKILL)
+            while not omni.errored:
+                await omni.wait_changed()
+            for _ in range(10):
+                with pytest.raises(StageFailed) as caught:
+                    await omni.check_health()
+            assert len(caught.traceback) < 10
 
 
 # aborting and pausing

@@ -166,6 +166,15 @@ def test_the_cost_of_a_total_does_not_grow_with_it() -> None:
 
 
 @with_shared_system
+async def test_modalities_that_are_no_names_are_refused(omni: OmniSystem) -> None:
+    wrong: list[Any] = [5, "text", [5], [["text"]]]
+    for modalities in wrong:
+        with pytest.raises(InvalidRequest, match="expected a sequence of names") as refused:
+            omni.generate("a", modalities=modalities)
+        assert refused.value.param == "modalities"
+
+
+@with_shared_system
 async def test_without_modalities_a_request_gets_what_its_input_leads_to(omni: OmniSystem) -> None:
     assert [output.modality async for output in omni.generate("a")] == ["text"]
     assert {output.modality async for output in omni.generate(script="a")} == {"audio"}
@@ -287,7 +296,10 @@ def test_the_sound_of_a_video_is_asked_for_by_either_name() -> None:
         {"arrival_time": "now"},
         {"output_kind": "final"},
         {"deadline_s": -1},
+        {"deadline_s": "5"},
+        {"deadline_s": math.nan},
         {"on_failure": "retry"},
+        {"request_id": 5},
     ],
 )
 def test_a_wrong_term_is_refused(given: dict[str, Any]) -> None:

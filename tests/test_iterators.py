@@ -50,6 +50,16 @@ def test_any_iterator_is_read(omni: Omni) -> None:
     assert omni.generate(script=map(str, range(3))).text() == "012"  # type: ignore[arg-type]
 
 
+def test_a_generator_that_ends_its_program_ends_its_request_alone(omni: Omni) -> None:
+    def segments() -> Iterator[str]:
+        yield "x"
+        raise SystemExit(3)
+
+    with pytest.raises(InputFailed, match="SystemExit: 3"):
+        omni.generate(script=segments()).text()
+    assert omni.generate(script="y").text() == "y"
+
+
 def test_the_exception_of_a_generator_is_raised_by_the_reader(omni: Omni) -> None:
     def segments() -> Iterator[str]:
         yield "x"

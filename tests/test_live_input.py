@@ -16,6 +16,7 @@ from omni_actors import AudioChunk
 from omni_actors.errors import Aborted, DeadlineExceeded, InputFailed, InvalidRequest, Quarantined, StageCrashed
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.prompts import LONGEST_QUESTION
 from omni_actors.system import OmniSystem
 from tests.support.echo_systems import pid_of, read, two_stages, until
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
@@ -96,6 +97,17 @@ async def test_a_question_that_arrives_in_parts_is_sent_whole(omni: OmniSystem) 
         yield "the sky blue?"
 
     assert (await omni.generate(parts(), modalities=("audio",)).text()) == "Why is the sky blue?"
+
+
+@with_shared_system
+async def test_a_question_that_never_ends_is_refused_at_a_bound(omni: OmniSystem) -> None:
+    async def parts() -> AsyncIterator[str]:
+        while True:
+            yield "x" * (LONGEST_QUESTION // 4)
+
+    with pytest.raises(InvalidRequest, match="characters") as refused:
+        await omni.generate(parts()).text()
+    assert refused.value.param == "prompt"
 
 
 @with_shared_system

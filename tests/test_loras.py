@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import InvalidAdapter, InvalidRequest, Unsupported
+from omni_actors.errors import InvalidAdapter, InvalidRequest, TooManyCalls, Unsupported
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.serve.app import build
@@ -22,6 +22,7 @@ from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.settings import ServerSettings
 from omni_actors.stages.adapters.files import read
+from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.sync import Omni
 from omni_actors.system import OmniSystem
 from tests.support.echo_systems import OFTEN, WATCHDOG_S, pid_of, until, wait_restarted
@@ -88,6 +89,9 @@ async def test_what_cannot_be_added_is_refused_and_changes_nothing(tmp_path: Pat
                 await omni.add_lora("a", directory)
         with pytest.raises(InvalidRequest, match="there is no stage 'third'"):
             await omni.add_lora("a", saved(tmp_path, "1"), stages=["third"])
+        for name in ("", "a\nb", "x" * 129, 5):
+            with pytest.raises(InvalidRequest, match="printable"):
+                await omni.add_lora(name, tmp_path)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="name: found 'marked'"):
             await omni.add_lora("marked", tmp_path)
         for change in (omni.remove_lora, omni.pin_lora):
@@ -179,3 +183,15 @@ def test_the_blocking_face_has_the_methods(tmp_path: Path) -> None:
         assert omni.pin_lora("a").pinned
         omni.remove_lora("a")
         assert omni.list_loras() == []
+
+
+async def test_a_change_that_no_worker_can_be_told_leaves_the_list(tmp_path: Path) -> None:
+    async with opened() as omni:
+        await omni.add_lora("a", saved(tmp_path / "a", "1"))
+        os.kill(frozen := pid_of(omni, "first"), signal.SIGSTOP)
+        for _ in range(MAX_CALLS):
+            await omni.set_desired("freeze", {"frozen": False}, stages=["first"], timeout_s=0.0)
+        with pytest.raises(TooManyCalls):
+            await omni.remove_lora("a")
+        assert [info.name for info in omni.list_loras()] == ["a"]
+        os.kill(frozen, signal.SIGCONT)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 
 from omni_actors import OmniSystem
 from omni_actors.errors import InvalidRequest, Unsupported
@@ -119,3 +120,21 @@ async def check_a_death(omni: OmniSystem, path: Path) -> None:
     events = events_of(profile)
     check_nesting(events)
     assert {"worker_died", "resume first"} <= {event["name"] for event in events}
+
+
+async def test_of_two_calls_that_stop_a_profile_one_is_refused(tmp_path: Path) -> None:
+    async with OmniSystem.open("echo") as omni:
+        await omni.start_profile()
+        outcomes: list[object] = []
+
+        async def stop(path: Path) -> None:
+            try:
+                outcomes.append((await omni.stop_profile(path)).path)
+            except InvalidRequest as error:
+                outcomes.append(error.code)
+
+        async with trio.open_nursery() as nursery:
+            for name in ("one", "two"):
+                nursery.start_soon(stop, tmp_path / name)
+        assert "no_profile" in outcomes
+        assert len(os.listdir(tmp_path)) == 1

@@ -160,6 +160,15 @@ async def test_tensors_of_many_updates_take_the_memory_of_one() -> None:
         assert await versions(omni) == {"part"}
 
 
+async def test_the_name_of_a_version_is_a_bounded_string(file: Path) -> None:
+    async with opened() as omni:
+        for version in (3, "v" * 257):
+            with pytest.raises(InvalidRequest, match="version") as refused:
+                await omni.update_weights(file, version=version, stages=STAGES)  # type: ignore[arg-type]
+            assert refused.value.param == "version"
+        assert await omni.get_weight_version() == {"able": "0"}
+
+
 async def test_damaged_files_are_refused_and_nothing_changes(tmp_path: Path) -> None:
     path = tmp_path / "new.safetensors"
     save_file({"unused": np.zeros(2, np.float32)}, path)
@@ -167,3 +176,43 @@ async def test_damaged_files_are_refused_and_nothing_changes(tmp_path: Path) -> 
     async with opened() as omni:
         assert [type(error) for error in await update(omni, path)] == [InvalidRequest, InvalidRequest]
         assert await versions(omni) == {"0"}
+
+
+async def test_an_update_is_brought_to_its_end_also_when_its_caller_was_cancelled(file: Path) -> None:
+    """The engine of one replica has raised at the weights, and the other one has not answered, when that happens."""
+    async with opened() as omni:
+        pid = omni.health().stages["able"][0].pid or 0
+        os.kill(pid, signal.SIGSTOP)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(update, omni, file, "poison")
+            while omni.health().stages["able"][1].generation == 1:
+                await omni.wait_changed()
+            assert await omni.is_paused()
+            nursery.cancel_scope.cancel()
+        assert await omni.is_paused(), "the update goes on"
+        os.kill(pid, signal.SIGCONT)
+        later = file.with_stem("later")
+        save_file({"unused": np.ones(2, np.float32)}, later)
+        await update(omni, later, "part")  # in its turn, after the other one
+        assert not await omni.is_paused()
+        while not all(replica.state == "ready" for replica in omni.health().stages["able"]):
+            await omni.wait_changed()
+        assert await versions(omni) == {"part"}
+        os.kill(omni.health().stages["able"][0].pid or 0, signal.SIGKILL)
+        await omni.wait_ready()
+        assert await versions(omni) == {"part"}, "no worker gets the weights that were taken back"
+
+
+async def test_a_refused_start_of_an_update_leaves_nothing(file: Path) -> None:
+    async with opened() as omni:
+        for mode in ("keep", "later"):
+            with pytest.raises(InvalidRequest, match="mode"):
+                await omni.start_weight_update(mode)  # type: ignore[arg-type]
+        sender, receiver = trio.open_memory_channel[Input](1)
+        running = omni.submit({"script": receiver}, ("text",))
+        await sender.send(Input({"text": "first"}))
+        assert (await running.__anext__()).delta == "first"
+        replies = (await omni.update_weights(file, version="1", stages=STAGES, timeout_s=0.2))["able"]
+        assert [type(reply.error) for reply in replies] == [CallTimedOut, CallTimedOut], "it waits for the request"
+        await sender.aclose()
+        await running.collect()

@@ -107,7 +107,7 @@ def parse_overrides(assignments: Iterable[str]) -> Assignments:
             raise ConfigError(overrides.origin, assignment, assignment, "path.to.value=VALUE")
         try:
             overrides[path] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(overrides.origin, path, value, f"valid YAML ({problem_of(error)})") from error
     return overrides
 

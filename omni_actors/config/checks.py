@@ -32,9 +32,11 @@ def pipeline_from(document: Document) -> Pipeline:
     if not isinstance(stages, dict) or not stages:
         raise document.error("stages", stages, "a mapping from stage names to stages")
     for name in stages:
-        if not isinstance(name, str) or not re.match(NAME_PATTERN, name) or name == CLIENT:
+        if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name) or name == CLIENT:
             accepted = f"a stage name that matches {NAME_PATTERN} and is not {CLIENT!r}"
             raise document.error(f"stages.{name}", name, accepted)
+    if not sections.name or not sections.name.isprintable():
+        raise document.error("name", sections.name, "a name of printable characters")
     typed = {name: _convert(stage, Stage, f"stages.{name}", document) for name, stage in stages.items()}
     pipeline = Pipeline(**{**msgspec.structs.asdict(sections), "stages": typed, "file": document.file})
     _check_sources(pipeline, document)
@@ -106,10 +108,9 @@ def _check_engine(pipeline: Pipeline, name: str, document: Document) -> None:
         accepted = f'"package.module:factory", or {one_of(stage.engine, sorted(ENGINES))}'
         raise document.error(f"{path}.engine", stage.engine, accepted)
     package = module.partition(".")[0]
-    if is_path and importlib.util.find_spec(package) is None:
+    if is_path and not _is_importable(package):
         raise document.error(f"{path}.engine", stage.engine, f"an import path; there is no package {package!r}")
-    if len(msgspec.msgpack.encode(stage.options)) > OPTIONS_BYTES:
-        raise document.error(f"{path}.options", "more", f"options of at most {OPTIONS_BYTES} bytes")
+    _check_size(stage.options, f"{path}.options", "options", document)
     if spec.needs_model and stage.model is None:
         raise document.error(f"{path}.model", None, "a model, which this engine needs")
     if stage.tokenizer is not None and not (spec.has_tokenizer or is_path):
@@ -144,8 +145,7 @@ def _check_devices(pipeline: Pipeline, name: str, document: Document) -> None:
         raise document.error(f"{path}.devices_per_replica", stage.devices_per_replica, "1, for any device but CUDA's")
     if configured_devices(stage) and VISIBLE in stage.env:
         raise document.error(f"{path}.env.{VISIBLE}", stage.env[VISIBLE], "devices, from which the runtime sets it")
-    if len(msgspec.msgpack.encode(stage.env)) > OPTIONS_BYTES:
-        raise document.error(f"{path}.env", "more", f"variables of at most {OPTIONS_BYTES} bytes")
+    _check_size(stage.env, f"{path}.env", "variables", document)
     try:
         if pipeline.cluster is None:
             check_length(stage)
@@ -153,6 +153,21 @@ def _check_devices(pipeline: Pipeline, name: str, document: Document) -> None:
     except DeviceLayoutError as error:
         found = list(stage.devices) or stage.device
         raise document.error(f"{path}.{given}", found, f"{error.accepted}; {error.reason}") from error
+
+
+def _check_size(value: Mapping[str, Any], path: str, what: str, document: Document) -> None:
+    """Check that a mapping can be sent to a worker, in one control message."""
+    try:
+        size = len(msgspec.msgpack.encode(value))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise document.error(path, value, f"{what} that can be sent to a worker ({error})") from error
+    if size > OPTIONS_BYTES:
+        raise document.error(path, "more", f"{what} of at most {OPTIONS_BYTES} bytes")
+
+
+def _is_importable(package: str) -> bool:
+    """Return whether there is a package of this name. A worker cannot import what a script defines."""
+    return package != "__main__" and importlib.util.find_spec(package) is not None
 
 
 def _convert(value: Any, schema: type[Any], path: str, document: Document) -> Any:
@@ -163,6 +178,9 @@ def _convert(value: Any, schema: type[Any], path: str, document: Document) -> An
         message, inner = split_path(error)
         where = ".".join(part for part in (path, inner) if part)
         found = _look_up(value, inner)
+        if (inner.endswith("[...]") or message.endswith("as a key")) and isinstance(found, Mapping):
+            # msgspec does not tell which entry is wrong. The others may be secrets, as in ``env``.
+            found = {key: each for key, each in found.items() if not isinstance(each, str)} or list(found)
         if unknown := re.search(r"unknown field `(.*)`", message):
             known = sorted(field.encode_name for field in msgspec.structs.fields(_type_at(schema, inner)))
             where, found, message = f"{where}.{unknown[1]}".lstrip("."), unknown[1], one_of(unknown[1], known)

@@ -3,15 +3,18 @@
 A value's path is its keys, joined by dots: "stages.llm.inputs". Errors name the origin of the value at a path, or of
 the nearest mapping around it.
 
-Rules for a document or overrides that change a document
+Rules for a document that changes another one
 1. Mappings are merged key by key. Any other value, a list too, replaces the earlier one.
 2. A stage that is null is removed.
 3. Options belong to their engine: a stage that gets another engine keeps none of its options.
 4. ``model`` and ``tokenizer`` at the top level stand for those of all stages that have one.
+
+An override replaces the whole value at its path; rules 3 and 4 hold for it, too.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import Iterable, Mapping
@@ -28,6 +31,7 @@ from omni_actors.stages.registry import ENGINES
 
 SHORTHANDS = ("model", "tokenizer")
 """Keys of a stage that may stand at the top level instead (rule 4)."""
+MERGE_TAG = "tag:yaml.org,2002:merge"
 DEFAULT = "default"
 """Origin of a value that is written nowhere."""
 OVERRIDES = "overrides"
@@ -95,11 +99,13 @@ class Document:
             raise ConfigError(origin, f"stages.{parents[1]}", parents[1], one_of(parents[1], stages))
         target = self.values
         for depth, key in enumerate(parents, 1):
+            if key not in target:
+                self.origins[".".join(parents[:depth])] = origin
             target = target.setdefault(key, {})
             if not isinstance(target, dict):
                 accepted = "a mapping, because the override names a key inside it"
                 raise ConfigError(origin, ".".join(parents[:depth]), target, accepted)
-        target[last] = value
+        target[last] = copy.deepcopy(value)  # a later override may change it, and it is the caller's
         self._forget_origins(path)
         self.origins |= dict.fromkeys((path, *(leaf for leaf, _ in leaves(value, path))), origin)
 
@@ -158,7 +164,7 @@ class Document:
 
     def error(self, path: str, found: Any, accepted: str) -> ConfigError:
         """Return the error for the value at ``path``, with the origin of that value."""
-        written = path.replace("[", ".[")
+        written = path if path in self.origins else path.replace("[", ".[")
         while written and written not in self.origins:
             written = written.rpartition(".")[0]
         return ConfigError(self.origins[written] if written else self.file, path or "(document)", found, accepted)
@@ -179,7 +185,7 @@ def leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
     return [(path, value)]
 
 
-def problem_of(error: yaml.YAMLError | ValueError) -> str:
+def problem_of(error: yaml.YAMLError | ValueError | RecursionError) -> str:
     """Return in one line why a text is not YAML."""
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
     return "a tab is not allowed here; use spaces" if "'\\t'" in problem else problem
@@ -210,10 +216,13 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
             return constructor.construct_object(node, deep=True)
         built: dict[str, Any] = {}
         for key_node, value_node in node.value:
+            place = f"{path}:{key_node.start_mark.line + 1}"
+            if key_node.tag == MERGE_TAG:
+                raise ConfigError(place, f"{prefix}.<<".lstrip("."), "<<", "no merge of mappings (<<); repeat the keys")
             key = str(constructor.construct_object(key_node))
             where = f"{prefix}.{key}".lstrip(".")
             if key in built:
-                raise ConfigError(f"{path}:{key_node.start_mark.line + 1}", where, key, "each key once")
+                raise ConfigError(place, where, key, "each key once")
             built[key] = build(value_node, where)
         return built
 
@@ -223,10 +232,14 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         document = build(node, "") if node is not None else None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a value such as the date 2026-99-99
         mark = getattr(error, "problem_mark", None)
-        where, found = (f"{path}:{mark.line + 1}", text.splitlines()[mark.line]) if mark else (str(path), "")
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        found = "".join(text.splitlines()[mark.line : mark.line + 1]) if mark else ""  # at the end there is no line
         raise ConfigError(where, "(document)", found, f"valid YAML in UTF-8 ({problem_of(error)})") from error
     except RecursionError as error:
-        raise ConfigError(str(path), "(document)", str(error), "a document that does not contain itself") from error
+        accepted = "a document that does not contain itself, nor hundreds of levels"
+        raise ConfigError(str(path), "(document)", str(error), accepted) from error
+    except OSError as error:
+        raise ConfigError(str(path), "(file)", error.strerror, "a file that can be read") from error
     if not isinstance(document, dict):
         raise ConfigError(str(path), "(document)", document, "a mapping with name and stages")
     return document, lines

@@ -54,15 +54,18 @@ def read(name: str) -> Document:
 
 
 def _read(reference: _Reference) -> Document:
-    name, path = reference.name, reference.path
-    shipped = _config_dir() / f"{name}.yaml"
+    name = reference.name
+    try:
+        path, is_file = reference.path, reference.path.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, or the home of an unknown user
+        raise reference.error("name", f"a name, or the path of a file ({error})") from error
     if path.suffix in {".yaml", ".yml"}:
-        if not path.is_file():
+        if not is_file:
             raise reference.error("file", "the path of a YAML file that exists")
         return _read_file(path, reference)
-    if shipped.is_file() and os.sep not in name:
-        return _read_file(shipped, reference)
-    if os.sep in name and path.is_file():
+    if name in config_names():
+        return _read_file(_config_dir() / f"{name}.yaml", reference)
+    if os.sep in name and is_file:
         return _read_file(path, reference)
     if (model := _find_model(reference)) is not None:
         shipped_name = models.shipped_pipeline(model)

@@ -3,12 +3,15 @@
 Rules
 1. A call waits for its own timeout at each replica alone: a stage that stands still delays no other stage's reply.
 2. What the parent knows itself is answered without a call.
+3. A task of the system brings a change of the desired state to its end, also when its caller is cancelled: what an
+   engine refused must not stay, because the next worker could not load.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 import trio
@@ -27,6 +30,7 @@ Replies: TypeAlias = dict[str, list[Reply]]
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 PAUSE_MODES = get_args(PauseMode)
+T = TypeVar("T")
 
 
 class Freed(msgspec.Struct, frozen=True):
@@ -65,6 +69,8 @@ class Control:
         self._running = False
         self._lifetime = trio.CancelScope()
         """Around everything that runs for the system."""
+        self._tasks: trio.Nursery
+        """Runs the system's own tasks while it is open."""
         self._all_ended = trio.Event()
         """Set when nothing runs any more."""
         self._pauses = 0
@@ -158,6 +164,10 @@ class Control:
         if mode not in PAUSE_MODES:
             raise InvalidRequest(f"mode: found {mode!r}; accepted: {', '.join(map(repr, PAUSE_MODES))}", param="mode")
         await trio.lowlevel.checkpoint()
+        return await self._pause(mode)
+
+    async def _pause(self, mode: PauseMode) -> Replies:
+        """As ``pause_generation``. No request is dispatched from the first moment on."""
         self._pauses += 1
         self._orchestrator.hold(held=True)
         if mode == "abort":
@@ -240,28 +250,60 @@ class Control:
             engine of a stage refuses the call, the stage's desired state is again what it was.
 
         Raises as ``call``, InvalidRequest if the desired state becomes too large, and TooManyCalls if a worker has many
-        changes of its state to answer. Nothing has changed then, at any replica.
+        changes of its state to answer. Nothing has changed then, at any replica. Cancelling the wait does not cancel
+        the change.
         """
-        replies, undo = await self._set_desired(capability, arguments, key, self._stages(stages), timeout_s)
-        for stage, of_stage in replies.items():
-            if any(isinstance(reply.error, InvalidRequest) for reply in of_stage):
-                undo[stage]()
-        return replies
+        chosen = self._stages(stages)
+        calls, undo = self._begin_change(capability, arguments, key, chosen, timeout_s)
 
-    async def _set_desired(
+        async def settle() -> Replies:
+            replies = await self._replies(calls, chosen)
+            for stage, of_stage in replies.items():
+                if any(isinstance(reply.error, InvalidRequest) for reply in of_stage):
+                    undo[stage]()
+            return replies
+
+        return await self._to_the_end(settle)
+
+    def _begin_change(
         self, capability: str, arguments: Mapping[str, Any], key: str, stages: Sequence[str], timeout_s: float
-    ) -> tuple[Replies, dict[str, Callable[[], None]]]:
-        """As ``set_desired``, but for refusals. Return with the replies how to take the change back, by stage."""
+    ) -> tuple[list[PendingCall], dict[str, Callable[[], None]]]:
+        """Change the desired state, and post it. Return the calls, and how to take the change back, by stage.
+
+        Raises as ``set_desired``.
+        """
         undo: dict[str, Callable[[], None]] = {}
         try:
             for stage in stages:
                 undo[stage] = self._supervisor.desired.set(stage, capability, arguments, key)
-            calls = self._begin_calls(capability, arguments, stages, timeout_s, changes_state=True)
+            return self._begin_calls(capability, arguments, stages, timeout_s, changes_state=True), undo
         except OmniError:
             for each in undo.values():
                 each()
             raise
-        return await self._replies(calls, stages), undo
+
+    async def _to_the_end(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run ``work`` in a task of the system, and return its result. Cancelling the wait does not cancel it.
+
+        Raises what it raises, and SystemClosed if the system closes first.
+        """
+        if not self._running or self.is_stopped:
+            raise SystemClosed
+        results, errors, ended = list[T](), list[Exception](), trio.Event()
+
+        async def run() -> None:
+            try:
+                results.append(await work())
+            except Exception as error:  # noqa: BLE001 - raised to the caller
+                errors.append(error)
+            finally:
+                ended.set()
+
+        self._tasks.start_soon(run)
+        await ended.wait()
+        if results:
+            return results[0]
+        raise errors[0] if errors else SystemClosed
 
     async def collective_rpc(
         self,
@@ -333,6 +375,8 @@ class Control:
         changes_state: whether it changes their desired state. Such a call reaches every replica that has a worker.
         Raises InvalidRequest, and for a change TooManyCalls: nothing was posted.
         """
+        if math.isnan(timeout_s):
+            raise InvalidRequest("timeout_s: expected seconds, found nan", param="timeout_s")
         try:
             size = len(msgspec.msgpack.encode(arguments))
         except (TypeError, ValueError, OverflowError) as error:

@@ -12,7 +12,7 @@ Rules
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +114,14 @@ class LoraControl(Control):
             CallError: No worker of a stage has loaded it in time.
         """
         directory = _absolute(directory)
-        if not 0 < len(name) <= LONGEST_NAME or name == self.pipeline.name:
-            accepted = f"1 to {LONGEST_NAME} characters, not the pipeline's name"
-            raise InvalidRequest(f"name: found {name!r}; accepted: {accepted}", param="name")
-        async with self._loras.change:
-            digest = (await trio.to_thread.run_sync(files.read, directory)).digest
-            fitting = await self._fitting(Adapter(name, directory, digest), stages, timeout_s)
-            info = LoraInfo(name=name, directory=directory, digest=digest, stages=fitting)
-            await self._change_loras({**self._loras.by_name, name: info}, timeout_s)
-            return info
+        if not _is_name(name) or name == self.pipeline.name:
+            accepted = f"1 to {LONGEST_NAME} printable characters, not the pipeline's name"
+            raise InvalidRequest(f"name: found {name!r:.200}; accepted: {accepted}", param="name")
+        digest = (await trio.to_thread.run_sync(files.read, directory)).digest
+        fitting = await self._fitting(Adapter(name, directory, digest), stages, timeout_s)
+        info = LoraInfo(name=name, directory=directory, digest=digest, stages=fitting)
+        await self._change_loras(lambda known: {**known, name: info}, timeout_s)
+        return info
 
     async def _fitting(self, adapter: Adapter, stages: Collection[str] | None, timeout_s: float) -> tuple[str, ...]:
         """Return those of ``stages`` whose engines have loaded an adapter. Raises as ``add_lora``."""
@@ -145,10 +144,12 @@ class LoraControl(Control):
 
         Raises InvalidAdapter: there is no adapter of this name.
         """
-        async with self._loras.change:
-            self._loras.get(name)
-            left = {each.name: each for each in self._loras.by_name.values() if each.name != name}
-            await self._change_loras(left, timeout_s)
+
+        def without(known: Mapping[str, LoraInfo]) -> dict[str, LoraInfo]:
+            removed = self._loras.get(name)
+            return {each.name: each for each in known.values() if each is not removed}
+
+        await self._change_loras(without, timeout_s)
 
     async def pin_lora(self, name: str, *, timeout_s: float = LOAD_TIMEOUT_S) -> LoraInfo:
         """Keep a LoRA adapter in the memory of its stages' workers, also while no request uses it.
@@ -157,17 +158,34 @@ class LoraControl(Control):
         then read again for the next request. Replacing an adapter ends its pinning.
         Raises InvalidAdapter: there is no adapter of this name. InvalidRequest: an engine can pin no more adapters.
         """
-        async with self._loras.change:
-            info = msgspec.structs.replace(self._loras.get(name), pinned=True)
-            await self._change_loras({**self._loras.by_name, name: info}, timeout_s)
-            return info
+
+        def pinned(known: Mapping[str, LoraInfo]) -> dict[str, LoraInfo]:
+            return {**known, name: msgspec.structs.replace(self._loras.get(name), pinned=True)}
+
+        return (await self._change_loras(pinned, timeout_s))[name]
 
     def list_loras(self) -> list[LoraInfo]:
         """Return the LoRA adapters that requests can name, in the order in which they were added. It asks no worker."""
         return list(self._loras.by_name.values())
 
-    async def _change_loras(self, changed: dict[str, LoraInfo], timeout_s: float) -> None:
-        """Make these the adapters that requests can name, and bring the workers of their stages to keep them."""
+    async def _change_loras(
+        self, change: Callable[[Mapping[str, LoraInfo]], dict[str, LoraInfo]], timeout_s: float
+    ) -> dict[str, LoraInfo]:
+        """Change the adapters that requests can name, and bring the workers of their stages to keep them.
+
+        change: returns the new list of the one before. Cancelling the wait does not cancel the change.
+        """
+
+        async def in_turn() -> dict[str, LoraInfo]:
+            async with self._loras.change:
+                changed = change(self._loras.by_name)
+                await self._keep_loras(changed, timeout_s)
+                return changed
+
+        return await self._to_the_end(in_turn)
+
+    async def _keep_loras(self, changed: dict[str, LoraInfo], timeout_s: float) -> None:
+        """Make these the adapters; if a stage refuses, those before are left."""
         before, self._loras.by_name = self._loras.by_name, changed
         concerned = {stage for each in (*before.values(), *changed.values()) for stage in each.stages}
         for stage in sorted(concerned):
@@ -178,9 +196,13 @@ class LoraControl(Control):
                     for reply in replies[stage]:
                         if isinstance(reply.error, InvalidRequest):
                             raise reply.error
-                except InvalidRequest:
+                except OmniError:
                     self._loras.by_name = before
                     raise
+
+
+def _is_name(given: Any) -> bool:
+    return isinstance(given, str) and 0 < len(given) <= LONGEST_NAME and given.isprintable()
 
 
 def _absolute(directory: str | Path) -> str:

@@ -173,6 +173,7 @@ class OmniSystem(
         try:
             with self._lifetime:
                 async with trio.open_nursery() as nursery:
+                    self._tasks = nursery
                     await nursery.start(self._orchestrator.run, self._supervisor.replicas)
                     nursery.start_soon(self._supervisor.run)
                     nursery.start_soon(self._watch_start)
@@ -254,7 +255,7 @@ class OmniSystem(
         """Return ``health()``, or raise ``dead_error`` if the system is ``errored``."""
         await trio.lowlevel.checkpoint()
         if self.errored and self.dead_error is not None:
-            raise self.dead_error
+            raise self.dead_error.with_traceback(None)  # it is raised often, and must not keep each caller's frames
         return self.health()
 
     async def wait_ready(self) -> None:
@@ -265,7 +266,7 @@ class OmniSystem(
         while self.dead_error is None and self.start_error is None and self._unsettled():
             await self.wait_changed()
         if (error := self.dead_error or self.start_error) is not None:
-            raise error
+            raise error.with_traceback(None)
 
     def _unsettled(self) -> dict[tuple[str, int], str]:
         """Return what each replica does that is not ready, asleep or failed, by its address."""

@@ -80,21 +80,21 @@ class ProfileControl(Control):
         Returns:
             What was written. A worker that does not reply is missing in the file.
 
-        Raises InvalidRequest: no profile runs. Raises OSError: the file cannot be written; if its directory is the
-        reason, the profile goes on.
+        Raises InvalidRequest: no profile runs. Raises OSError: the file cannot be written, and an earlier one is as it
+        was; if its directory is the reason, the profile goes on. A cancelled call drops the profile.
         """
+        path = Path(await trio.Path(path).absolute())
         if self._ended.profiled is None:
             raise InvalidRequest("no profile runs", code="no_profile")
-        path = Path(await trio.Path(path).absolute())
         with tempfile.TemporaryDirectory(prefix=".profile-", dir=path.parent) as folder:
             requests, self._ended.profiled = self._ended.profiled, None
             replies = await self.call("stop_profile", {"folder": folder}, stages=self._profiled, timeout_s=timeout_s)
-            await trio.to_thread.run_sync(self._write, path, requests, replies)
+            await trio.to_thread.run_sync(self._write, path, Path(folder), requests, replies)
         told = {stage: [_without_file(reply) for reply in replies[stage]] for stage in replies}
         return Profile(path, len(requests), told)
 
-    def _write(self, path: Path, requests: Iterable[tuple[str, Period]], replies: Replies) -> None:
-        """Write the file, in a thread: a profile may be large."""
+    def _write(self, path: Path, folder: Path, requests: Iterable[tuple[str, Period]], replies: Replies) -> None:
+        """Write the file, in a thread: a profile may be large. A write that fails leaves an earlier file as it was."""
         file = ProfileFile(self._profile_began_ns)
         offset_ns = time.time_ns() - time.monotonic_ns()
         file.add_requests(requests, offset_ns)
@@ -103,7 +103,9 @@ class ProfileControl(Control):
                 if reply.error is None:
                     trace: dict[str, Any] = json.loads(Path(reply.value["file"]).read_text(encoding="utf-8"))
                     file.add_worker(f"{stage}.{replica}", reply.value["pid"], trace)
-        file.write(path)
+        whole = folder / "whole.json"
+        file.write(whole)
+        whole.replace(path)
 
 
 def _without_file(reply: Reply) -> Reply:

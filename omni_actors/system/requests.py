@@ -300,7 +300,12 @@ class Requests:
         if modalities is None:
             reached = reachable(self._nodes, kinds)
             modalities = [each for each in self.pipeline.modalities or ("text",) if each in reached] or reached
-        elif isinstance(modalities, str):
-            accepted = f"modalities: expected a sequence of names such as ({modalities!r},), found {modalities!r}"
-            raise InvalidRequest(accepted, param="modalities")
+        elif isinstance(modalities, str) or not _are_names(modalities):
+            example = modalities if isinstance(modalities, str) else "text"
+            message = f"modalities: expected a sequence of names such as ({example!r},), found {modalities!r:.200}"
+            raise InvalidRequest(message, param="modalities")
         return self._route(kinds, frozenset(modalities))
+
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, Iterable) and all(isinstance(each, str) for each in given)

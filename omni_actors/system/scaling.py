@@ -206,7 +206,7 @@ class ScaleControl(Control):
             failure = failed[0].failure
             await self._drain_all(self._begin_drains(failed[max(0, least - left) :]), 0.0)
             assert failure is not None, "a failed replica has the reason"
-            raise failure
+            raise failure.with_traceback(None)
 
     def _begin_drains(self, leaving: Sequence[Replica]) -> list[Drain]:
         """Give replicas that leave no more requests. The caller waits for the drains (``_drain_all``)."""

@@ -135,6 +135,8 @@ class SleepControl(ScaleControl):
         """Wake stages as ``wake_up``. Return the replies, and the stages that are awake now or get new workers."""
         if not self._running:
             raise SystemClosed
+        if isinstance(tags, str):
+            raise InvalidRequest(f"tags: expected names such as ({tags!r},), found {tags!r}", param="tags")
         asleep = [stage for stage in self._stages(stages) if stage in self._orchestrator.closures.asleep]
         level_1 = [stage for stage in asleep if self._supervisor.desired.get(stage, "sleep") is not None]
         level_2 = [stage for stage in asleep if stage not in level_1]
@@ -165,7 +167,7 @@ class SleepControl(ScaleControl):
                 if stage in self._orchestrator.closures.asleep:
                     break
                 if (failure := self._orchestrator.failed_stages.get(stage)) is not None:
-                    raise failure
+                    raise failure.with_traceback(None)
                 await self.wait_changed()
 
 

@@ -61,8 +61,10 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None = None
 
     def __post_init__(self) -> None:
-        if self.deadline_s is not None and not 0 <= self.deadline_s < math.inf:
-            raise InvalidRequest(f"deadline_s: expected seconds from 0 on, found {self.deadline_s}", param="deadline_s")
+        if self.request_id is not None and not isinstance(self.request_id, str):
+            raise _refusal("request_id", "a string", self.request_id)
+        if self.deadline_s is not None and not _is_time(self.deadline_s):
+            raise _refusal("deadline_s", "seconds from 0 on", self.deadline_s)
         if self.on_failure not in ON_FAILURE:
             message = f'on_failure: found {self.on_failure!r}; accepted: "replay", "fail"'
             raise InvalidRequest(message, param="on_failure")

@@ -16,6 +16,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from omni_actors.system.weight_memory import WeightMemory
 
 UPDATE_TIMEOUT_S = 300.0
 CAPABILITY = "update_weights"
+LONGEST_VERSION = 256
+"""Most characters of a version's name: every output brings it."""
 MOST_TENSORS = 4
 """Most updates by tensors that a stage keeps, if updates by files between them prevent that they are merged."""
 
@@ -48,7 +51,8 @@ class WeightControl(Control):
         self._own_pauses = 0
         """What ``_pauses`` is if no other caller has paused generation since the update began."""
         self._memory = WeightMemory()
-        self._lock = trio.Lock()
+        self._turn = trio.Semaphore(1)
+        """Held by an update until it has ended, also after its caller was cancelled."""
         self._updates = 0
         """How many updates had no version."""
 
@@ -56,19 +60,20 @@ class WeightControl(Control):
         """Pause generation for one or several calls of ``update_weights``, until ``finish_weight_update``.
 
         mode: "wait" or "abort", what happens to the requests that run (see ``pause_generation``). Raises InvalidRequest
-        for "keep", which would compute one request with two versions, and for "wait" if a pause with "keep" holds
-        requests.
+        for another one ("keep" would compute one request with two versions), and for "wait" if a pause with "keep"
+        holds requests. Cancelling the wait leaves generation paused until ``finish_weight_update``.
         """
-        if mode == "keep":
-            raise InvalidRequest('mode: found "keep"; accepted: "wait", "abort"', param="mode")
+        if mode not in ("wait", "abort"):
+            raise InvalidRequest(f'mode: found {mode!r}; accepted: "wait", "abort"', param="mode")
         if mode == "wait" and self._is_frozen and self._orchestrator.using(queued=False):
             message = 'generation is paused with "keep", so the requests that run cannot end; resume it, or abort them'
             raise InvalidRequest(message, param="mode", code="paused")
+        await trio.lowlevel.checkpoint()
         if not self._updating:
             self._paused_before, self._own_pauses = self._orchestrator.is_held, self._pauses
         self._own_pauses += 1
         self._updating = True
-        await self.pause_generation(mode)
+        await self._pause(mode)
 
     async def update_weights(
         self,
@@ -99,14 +104,18 @@ class WeightControl(Control):
             are ``CallTimedOut``, and nothing has changed.
 
         Raises InvalidRequest: an argument is wrong, or there are no such files; nothing has changed. TooManyCalls: a
-        worker has many changes of its state to answer; nothing has changed.
+        worker has many changes of its state to answer; nothing has changed. A call that is cancelled while it waits for
+        the requests changes nothing. Later, the update goes on to its end.
         """
+        if version is not None and not _is_version(version):
+            message = f"version: expected a string of at most {LONGEST_VERSION} characters, found {version!r:.200}"
+            raise InvalidRequest(message, param="version")
         chosen = self._stages(stages)
         supported = await self.call("supports", {"capability": CAPABILITY}, stages=chosen)
         if any(isinstance(reply.error, InvalidRequest) for replies in supported.values() for reply in replies):
             return supported
-        async with self._lock:
-            return await self._load(path, version, chosen, mode, timeout_s)
+        await self._turn.acquire()
+        return await self._load(path, version, chosen, mode, timeout_s)
 
     async def _load(
         self,
@@ -116,26 +125,44 @@ class WeightControl(Control):
         mode: PauseMode,
         timeout_s: float,
     ) -> Replies:
-        if isinstance(path, Mapping):
-            self._require_room(stages)
-            path = await trio.to_thread.run_sync(self._memory.write, path)
-            self._updates += version is None
-            version = version or f"update-{self._updates}"
-        alone = not self._updating
+        """Update weights in this update's turn, and end the turn."""
+        alone, has_begun = not self._updating, False
         try:
+            if isinstance(path, Mapping):
+                self._require_room(stages)
+                path = await trio.to_thread.run_sync(self._memory.write, path)
+                self._updates += version is None
+                version = version or f"update-{self._updates}"
             files = await trio.to_thread.run_sync(_files, Path(path))
             if alone:
                 with trio.move_on_after(timeout_s) as waiting:
                     await self.start_weight_update(mode)
                 if waiting.cancelled_caught:
                     return self._all_timed_out(stages, timeout_s)
-            replies = await self._update(stages, {"files": files, "version": version or Path(path).name}, timeout_s)
+            arguments, has_begun = {"files": files, "version": version or Path(path).name}, True
+            return await self._to_the_end(partial(self._carry_out, stages, arguments, timeout_s, alone))
+        finally:
+            if not has_begun:
+                await self._end_turn(alone)
+
+    async def _carry_out(
+        self, stages: Collection[str], arguments: dict[str, Any], timeout_s: float, alone: bool
+    ) -> Replies:
+        try:
+            replies = await self._update(stages, arguments, timeout_s)
             await self._merge_tensors()
             return replies
         finally:
-            self._memory.keep_only(self._files_in_use())
+            await self._end_turn(alone)
+
+    async def _end_turn(self, alone: bool) -> None:
+        """Free what is not used, and begin the next update. alone: whether this one has paused generation itself."""
+        self._memory.keep_only(self._files_in_use())
+        try:
             if alone:
                 await self.finish_weight_update()
+        finally:
+            self._turn.release()
 
     def _require_room(self, stages: Collection[str]) -> None:
         """Raise InvalidRequest if tensors of a stage are kept that cannot be merged: files came between them."""
@@ -159,7 +186,9 @@ class WeightControl(Control):
         key = _key(arguments)
         asked = dict(self._supervisor.replicas)  # scaling changes them while their replies are waited for
         before = {each: asked[each].generation for each in asked if asked[each].state is not ReplicaState.FAILED}
-        replies, undo = await self._set_desired(CAPABILITY, arguments, key, self._stages(stages), timeout_s)
+        chosen = self._stages(stages)
+        calls, undo = self._begin_change(CAPABILITY, arguments, key, chosen, timeout_s)
+        replies = await self._replies(calls, chosen)
         for stage in stages:
             of_stage = [each for each in asked if each.stage == stage]
             pairs = zip(of_stage, replies[stage], strict=True)
@@ -248,6 +277,10 @@ class WeightControl(Control):
                 error = CallTimedOut(address.stage, address.replica, CAPABILITY, timeout_s)
                 replies.setdefault(address.stage, []).append(Reply(error=error))
         return replies
+
+
+def _is_version(given: Any) -> bool:
+    return isinstance(given, str) and len(given) <= LONGEST_VERSION
 
 
 def _key(arguments: Mapping[str, Any]) -> str:

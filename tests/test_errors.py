@@ -1,0 +1,48 @@
+"""Errors as data: copies of an error, and one that comes from another process, have its type, text and facts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from omni_actors import errors
+from omni_actors.errors import Death, OmniError, WorkerExit
+
+EXIT = WorkerExit(pid=1, signal="SIGKILL", exit_code=None, stderr_tail=("last line",))
+FAILED = errors.StageFailed("llm", 0, "why", [Death(generation=1, at=0.0, exit=EXIT)])
+EACH = [
+    errors.ConfigError("file:1", "name", 1, "text"),
+    errors.NoPlace("llm", 0, {"node": "full"}),
+    errors.ClusterUnavailable({"node": "gone"}),
+    errors.StartTimedOut(1.0, {("llm", 0): "loading"}),
+    errors.SystemClosed("why"),
+    errors.InvalidRequest("wrong", param="seed", code="code"),
+    errors.InvalidAdapter("directory", "why", misfit=True),
+    errors.Unsupported("llm", "sleep", "why"),
+    errors.InputFailed("script", ValueError("why")),
+    errors.Overloaded(64, 2.0, "llm"),
+    errors.TemporarilyRefused("why", code="code", retry_after_s=3.0),
+    errors.DeadlineExceeded(1.0),
+    errors.SlowConsumer("output_bytes", 1.0, 2, 3.0, 4.0),
+    errors.Aborted("why"),
+    errors.StageCrashed("llm", 0, 1, EXIT, "why", retryable=False),
+    errors.Quarantined("llm", 1.0),
+    errors.StageAsleep("llm"),
+    errors.StageUnavailable(FAILED, 1.0),
+    errors.CallTimedOut("llm", 0, "sleep", 1.0),
+    errors.TooManyCalls("llm", 0, "sleep", 16),
+    errors.WorkerLost("llm", 0, "sleep", EXIT, raised=True),
+    FAILED,
+]
+
+
+@pytest.mark.parametrize("error", EACH, ids=lambda error: type(error).__name__)
+def test_an_error_can_be_pickled_and_copied(error: OmniError) -> None:
+    for same in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(same) is type(error)
+        assert str(same) == str(error)
+        assert {name: repr(fact) for name, fact in vars(same).items()} == {
+            name: repr(fact) for name, fact in vars(error).items()
+        }
