@@ -52,7 +52,9 @@ def main() -> int:
 def _decoded(av: Any, data: bytes, max_s: float, max_samples: int) -> tuple[int, bytearray]:
     """Return the sample rate, and the samples of the first sound."""
     options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": ""}
-    sound, rate, limit, resampler, setup = bytearray(), 0, 0, None, None
+    sound, rate, limit = bytearray(), 0, 0
+    resampler: Any = None
+    setup: tuple[Any, ...] = ()
     with av.open(io.BytesIO(data), options=options, metadata_errors="replace") as container:
         if not container.streams.audio:
             raise _Refused(EMPTY)

@@ -53,7 +53,9 @@ async def speech(request: Request) -> Response:
     format, media_type = body.response_format, MEDIA_TYPES[body.response_format]
     with renaming(names):
         generation = system.generate(script=body.input, modalities=("audio",), **params)
-        if stretch is not None:
+        if format == "flac":
+            generation.played_at = None  # nobody listens before the file is complete
+        elif stretch is not None:
             generation.played_at = body.speed
         if body.stream_format == "sse":
             encoder = AudioEncoder(format, streamed=format != "flac")
