@@ -134,6 +134,7 @@ LAYERS: dict[str, set[str]] = {
         "omni_actors.serve.http",
         "omni_actors.system",
         "omni_actors.generation",
+        "omni_actors.generations",
         "omni_actors.outputs",
         *LEAVES,
         *ENGINE_DATA,

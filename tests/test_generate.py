@@ -259,7 +259,7 @@ def test_arguments_that_no_engine_of_a_request_takes_are_unsupported() -> None:
         assert parameters.by_stage(["thinker", "talker"], {name: {}}).keys() == {"thinker", "talker"}
         with pytest.raises(Unsupported) as refused:
             parameters.by_stage(["talker"], {name: {}})
-        assert (refused.value.stage, refused.value.capability) == ("talker", name)
+        assert (refused.value.stage, refused.value.capability, refused.value.param) == ("talker", name, name)
     for unknown in ({"mm_processor_kwargs": {"crop": 3}}, {"tokenization_kwargs": {"padding": True}}):
         with pytest.raises(InvalidRequest, match="unknown field"):
             parameters.by_stage(["thinker"], unknown)

@@ -26,7 +26,7 @@ from omni_actors.serve.api import audio_schemas, image_schemas, response_schemas
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.api.openapi import EVENTS, JSON, Form, Operation, document
 from omni_actors.serve.api.responses import JSONResponse
-from omni_actors.serve.http.errors import HTTPError, internal_error
+from omni_actors.serve.http.errors import HTTPError, forget_frames, internal_error
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.page import chaos, files
 from omni_actors.serve.pipelines import Pipelines
@@ -227,8 +227,8 @@ def _starlette(operations: Mapping[str, admin.Operation], sessions: realtime.Rea
     app = Starlette(
         routes=[*routes, upgrade, WebSocketRoute(realtime.PATH, sessions.serve)],
         exception_handlers={
-            HTTPError: lambda _, error: error.response(),
-            RequestError: lambda _, error: to_http_error(error).response(),
+            HTTPError: _refusal,
+            RequestError: _refusal,
             HTTPException: _routing_error,
             Exception: lambda *_: internal_error().response(),
         },
@@ -249,6 +249,15 @@ def _by_method(handlers: Mapping[str, _Handler]) -> _Handler:
 def summary_of(function: Callable[..., object]) -> str:
     """Return the first sentence of a function's documentation."""
     return (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def _refusal(request: Request, error: Exception) -> Response:
+    """Return the response to an error that a handler has raised."""
+    forget_frames(error)
+    if isinstance(error, HTTPError):
+        return error.response()
+    assert isinstance(error, RequestError)
+    return to_http_error(error).response()
 
 
 def _routing_error(request: Request, error: Exception) -> Response:

@@ -56,7 +56,8 @@ class Parameters:
                 share["seed"] = random.getrandbits(63)
             shares[stage] = share
         for capability in CAPABILITIES & given.keys() - taken:
-            raise Unsupported(next(iter(shares)), capability, "no engine of this request takes such arguments")
+            why = "no engine of this request takes such arguments"
+            raise Unsupported(next(iter(shares)), capability, why, param=capability)
         if unknown := sorted(given.keys() - taken):
             raise InvalidRequest(f"no stage of this request takes the parameter {unknown[0]!r}", param=unknown[0])
         return shares

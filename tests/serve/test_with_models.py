@@ -223,6 +223,18 @@ def test_speed_shortens_speech(client: openai.OpenAI) -> None:
     assert speak(2.0) < 0.7 * speak(1.0)
 
 
+@pytest.mark.parametrize("speed", [0.25, 2.0, 4.0])
+def test_speech_is_as_fast_as_asked(client: openai.OpenAI, speed: float) -> None:
+    """Also beyond the speed at which the voice's phonemes have their shortest duration."""
+
+    def speak(speed: float) -> float:
+        text = "Hello there, this is a test of the speech server. It has two sentences."
+        request: Any = {"model": "voice", "voice": "any", "input": text, "response_format": "wav"}
+        return seconds(client.audio.speech.create(**request, speed=speed).content)
+
+    assert speak(1.0) / speak(speed) == pytest.approx(speed, rel=0.15)
+
+
 def test_speech_comes_while_it_is_made(voice: Any, client: openai.OpenAI) -> None:
     text = "The sea is wide and deep. " * 100
     before = voice.aborted()

@@ -6,7 +6,7 @@ Rules
    connection itself, for example of what is not valid HTTP (``http.connection``). These have no log line either.
 2. Log records and traces that a request causes have its identifier (``log_events.REQUEST_ID``).
 3. The log line is written when the response has ended. It has the path as the client sent it, percent-encoded and
-   without its query, which may have secrets.
+   without its query, which may have secrets. A quote is percent-encoded too: it would end the quoted part of the line.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from omni_actors.log_events import REQUEST_ID, RequestServed, record
 
 HEADER = b"x-request-id"
-MAX_PATH = 200
-"""In characters. A longer path is cut in the log."""
+MAX_PATH, MAX_METHOD = 200, 20
+"""In characters. A longer path or method is cut in the log."""
 CLIENT_CLOSED = 499
 """The status in the log of a request whose client disconnected before the response began, as nginx has it."""
 
@@ -60,11 +60,11 @@ class RequestLog:
             if self._writes_lines:
                 client, port = scope["client"]
                 seconds = round(time.monotonic() - began, 6)
-                path = scope["raw_path"].decode("ascii")[:MAX_PATH]
+                path = scope["raw_path"].decode("ascii").replace('"', "%22")[:MAX_PATH]
                 record(
                     RequestServed(
                         client=f"[{client}]:{port}" if ":" in client else f"{client}:{port}",
-                        method=scope.get("method", "GET"),
+                        method=scope.get("method", "GET")[:MAX_METHOD],
                         path=path,
                         http_version=scope["http_version"],
                         status=status,

@@ -60,6 +60,8 @@ async def read_form(request: Request, file_field: FileField) -> tuple[list[bytes
             parser.write(bytes(body[at : at + SLICE_BYTES]))
     except FormParserError as error:
         raise _broken(str(error)) from error
+    if not form.is_complete:
+        raise _broken("it ends before its last boundary")
     return form.files, form.fields
 
 
@@ -73,10 +75,13 @@ class _Form:
         self._name = ""
         self._is_file = False
         self._parts = 0
+        self.is_complete = True
+        """False between the beginning of the first part and the last boundary."""
         self._header, self._value, self._data = bytearray(), bytearray(), bytearray()
 
     def on_part_begin(self) -> None:
         self._parts += 1
+        self.is_complete = False
         if self._parts > MAX_PARTS:
             raise _broken(f"it has more than {MAX_PARTS} parts")
         self._name, self._is_file, self._data = "", False, bytearray()
@@ -110,6 +115,9 @@ class _Form:
         self._data += data[begin:end]
         if not self._is_file and len(self._data) > MAX_FIELD_BYTES:
             raise _broken(f"the field {quote_value(self._name)} has more than {MAX_FIELD_BYTES} bytes")
+
+    def on_end(self) -> None:
+        self.is_complete = True
 
     def on_part_end(self) -> None:
         if self._is_file:

@@ -1,21 +1,21 @@
 """Several generations that one HTTP response relays together, such as the choices of ``n``.
 
 Rules
-1. An output is read when it is there, whichever generation it belongs to: no generation waits for another.
+1. An output is read when it is there, whichever generation it belongs to: no generation waits for another. Reading it
+   starts no task, so its cost hardly depends on the number of generations.
 2. One generation is the usual case, and costs nothing more than the generation itself.
 3. A failure of one generation ends all of them.
+4. In a stream, the connection has accepted an output when the next one is asked for, whichever generation that comes
+   from (``_Streams.accept``). Otherwise a generation with a large output would stay paused, and never have a next one.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
-import trio
-
-from omni_actors.errors import RequestError
+from omni_actors import generations as merged
 from omni_actors.generation import Generation
 from omni_actors.outputs import Output
 
@@ -54,7 +54,8 @@ class Generations:
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._all = generations
-        self.stream: RelayedStream = generations[0].stream if len(generations) == 1 else _Streams(generations)
+        self._streams = _Streams(generations)
+        self.stream: RelayedStream = generations[0].stream if len(generations) == 1 else self._streams
 
     @property
     def count(self) -> int:
@@ -85,34 +86,9 @@ class Generations:
             async for output in self._all[0]:
                 yield 0, output
             return
-        going = dict(enumerate(self._all))
-        read: deque[tuple[int, Output | RequestError | None]] = deque()
-        while going:
-            async with trio.open_nursery() as nursery:
-                for index, generation in going.items():
-                    nursery.start_soon(_read, index, generation, read, nursery.cancel_scope)
-            while read:
-                index, found = read.popleft()
-                if isinstance(found, RequestError):
-                    raise found
-                elif found is None:
-                    del going[index]
-                else:
-                    yield index, found
-
-
-async def _read(
-    index: int,
-    generation: Generation,
-    read: deque[tuple[int, Output | RequestError | None]],
-    others: trio.CancelScope,
-) -> None:
-    """Read the next output, an error or the end (None); then end the other reads, which lose nothing."""
-    try:
-        read.append((index, await anext(generation, None)))
-    except RequestError as error:
-        read.append((index, error))
-    others.cancel()
+        async for output in merged.Generations(self._all):
+            yield output.index, output
+            self._streams.accept(output.index)
 
 
 class _Deliveries:
@@ -129,14 +105,21 @@ class _Streams:
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._all = [generation.stream for generation in generations]
+        self._is_whole = False
 
     @property
     def undelivered_bytes(self) -> int:
         return sum(stream.undelivered_bytes for stream in self._all)
 
     def relay(self, *, whole: bool) -> None:
+        self._is_whole = whole
         for stream in self._all:
             stream.relay(whole=whole)
+
+    def accept(self, index: int) -> None:
+        """Record that the connection has accepted what was read of a stream, unless whole answers are collected."""
+        if not self._is_whole:
+            self._all[index].delivered(self._all[index].undelivered_bytes)
 
     def delivered(self, size: int) -> None:
         """Record that the connection has accepted ``size`` bytes, of the first streams first."""

@@ -25,6 +25,7 @@ from omni_actors.errors import RequestError
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.api.generations import Relayed
 from omni_actors.serve.http.buffered_socket import PIECE_BYTES
+from omni_actors.serve.http.errors import forget_frames
 
 SSE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
@@ -101,6 +102,7 @@ class StreamedResponse(Response):
                         return
                     piece = await anext(self._pieces, None)
         except RequestError as error:
+            forget_frames(error)
             if self._on_late_error is None:
                 return
             await send_piece(self._on_late_error(error))
@@ -136,8 +138,9 @@ class WholeResponse(Response):
                 if delivery.cancelled_caught:
                     return
                 generation.stream.delivered(size * len(piece) // len(body))
-        except RequestError:
+        except RequestError as error:
             if started:
+                forget_frames(error)
                 return
             raise
         finally:

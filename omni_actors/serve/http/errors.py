@@ -5,6 +5,7 @@ Rules
 2. A parameter has the name that the client knows: handlers translate the engines' names with ``api.errors.renaming``.
 3. An error stays short: ``quote_value`` shortens a value before it becomes text, and ``HTTPError`` truncates every
    message.
+4. An error that became a response is forgotten (``forget_frames``): a request of the system keeps its error.
 """
 
 from __future__ import annotations
@@ -68,6 +69,19 @@ class HTTPError(Exception):
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error that became a response, and of the errors that led to it.
+
+    A request of the system refers to its error, and the error's frames to the request. So all variables of the frames,
+    such as the client's body or an encoder, would stay until the garbage collector visits the oldest objects, which it
+    does rarely (``system.garbage``).
+    """
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__
 
 
 def truncate(text: str, size: int) -> str:

@@ -5,8 +5,9 @@ Rules
 2. WAV and FLAC keep the pipeline's sample rate. PCM, MP3, AAC and Opus are at ``PCM_RATE``, as in OpenAI's API.
 3. The size of a file does not limit its audio (a FLAC of silence), and its header may be wrong. So decoding counts
    samples, appends to one array, and stops at the limit. Few files are decoded at the same time.
-4. libsndfile decodes WAV, FLAC, MP3 and Ogg in this process. FFmpeg decodes all other containers, in a process with
-   limits of its own (``media.containers``).
+4. libsndfile decodes WAV, FLAC and Ogg in this process. FFmpeg decodes MP3 and all other containers, in a process with
+   limits of its own (``media.containers``). libsndfile reads MP3 too, but writes to stderr, into the server's log, for
+   each damaged frame.
 5. FFmpeg encodes. A streamed file is written without seeking, and each packet is sent when it is complete.
 """
 
@@ -23,15 +24,12 @@ import trio
 
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import bad_request
-from omni_actors.serve.media.containers import decode_container
+from omni_actors.serve.media.containers import MAX_AUDIO_S, MAX_SAMPLES, decode_container, too_long
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm"]
 
 PCM_RATE = 24000
-MAX_AUDIO_S = 600
-MAX_SAMPLES = MAX_AUDIO_S * 48000
-"""The limit of all audio in one request."""
 _BLOCK = 1 << 18
 _DECODERS = trio.CapacityLimiter(2)
 """A decoder may keep a request's whole audio, even after its client has left. Trio's default of 40 is too many."""
@@ -71,28 +69,34 @@ async def decode(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
     ended.
     """
     clips: list[AudioChunk] = []
-    left = MAX_SAMPLES
+    left_s, left = float(MAX_AUDIO_S), MAX_SAMPLES
     for data, param in files:
-        found = await trio.to_thread.run_sync(_decode, data, param, left, abandon_on_cancel=True, limiter=_DECODERS)
+        found = await trio.to_thread.run_sync(
+            _decode, data, param, left_s, left, abandon_on_cancel=True, limiter=_DECODERS
+        )
         if isinstance(found, str):
-            found = await decode_container(data, param, max_s=MAX_AUDIO_S, max_samples=left, reason=found)
+            found = await decode_container(data, param, max_s=left_s, max_samples=left, reason=found)
+        left_s -= found.duration_s
         left -= len(found.samples)
         clips.append(found)
     return clips
 
 
-def _decode(data: bytes, param: str, limit: int) -> AudioChunk | str:
-    """Decode a file. Returns the reason if libsndfile cannot read it. Raises HTTPError."""
+def _decode(data: bytes, param: str, max_s: float, max_samples: int) -> AudioChunk | str:
+    """Decode a file. Returns the reason if libsndfile cannot or must not read it (rule 4). Raises HTTPError."""
+    if data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0"):
+        return "it is not valid MP3"
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
+            if file.subtype.startswith("MPEG"):
+                return "it is not valid MP3"
             samples, total = np.empty(0, np.float32), 0
-            limit = min(limit, MAX_AUDIO_S * file.samplerate)
+            limit = min(max_samples, int(max_s * file.samplerate))
             # The first read costs one block, however many channels the file claims to have.
             for block in file.blocks(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True):
                 begin, total = total, total + len(block)
                 if total > limit:
-                    message = f"{param}: too long; a request may have {MAX_AUDIO_S} s of audio"
-                    raise bad_request(message, param, "audio_too_long")
+                    raise too_long(param)
                 samples.resize(total, refcheck=False)  # in place: there is no other reference
                 block.mean(axis=1, dtype=np.float32, out=samples[begin:])
             rate = file.samplerate

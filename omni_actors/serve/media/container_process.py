@@ -39,7 +39,7 @@ def main() -> int:
     import av  # after the limits
 
     try:
-        rate, sound = _decoded(av, sys.stdin.buffer.read(), int(sys.argv[1]), int(sys.argv[2]))
+        rate, sound = _decoded(av, sys.stdin.buffer.read(), float(sys.argv[1]), int(sys.argv[2]))
     except _Refused as error:
         return error.code
     except av.FFmpegError:
@@ -49,27 +49,41 @@ def main() -> int:
     return 0
 
 
-def _decoded(av: Any, data: bytes, max_s: int, max_samples: int) -> tuple[int, bytearray]:
+def _decoded(av: Any, data: bytes, max_s: float, max_samples: int) -> tuple[int, bytearray]:
     """Return the sample rate, and the samples of the first sound."""
     options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": ""}
-    sound, rate, resampler = bytearray(), 0, None
+    sound, rate, limit = bytearray(), 0, 0
+    resampler: Any = None
+    setup: tuple[Any, ...] = ()
     with av.open(io.BytesIO(data), options=options, metadata_errors="replace") as container:
         if not container.streams.audio:
             raise _Refused(EMPTY)
-        for frame in container.decode(container.streams.audio[0]):
-            if resampler is None:
-                rate = frame.sample_rate
+        for packet in container.demux(container.streams.audio[0]):
+            for frame in _frames(av, packet):
+                if not rate:
+                    rate = frame.sample_rate
+                    limit = 4 * min(max_samples, int(max_s * rate))
                 if rate not in _RATES:
                     raise _Refused(UNREADABLE)
-                resampler = av.AudioResampler("flt", "mono", rate)
-                limit = 4 * min(max_samples, max_s * rate)
-            for mono in resampler.resample(frame):
-                sound += bytes(mono.planes[0])[: 4 * mono.samples]
-            if len(sound) > limit:
-                raise _Refused(TOO_LONG)
+                found = (frame.sample_rate, frame.layout.name, frame.format.name)
+                if found != setup:  # the first frame, or one of a damaged MP3
+                    resampler, setup = av.AudioResampler("flt", "mono", rate), found
+                for mono in resampler.resample(frame):
+                    sound += bytes(mono.planes[0])[: 4 * mono.samples]
+                if len(sound) > limit:
+                    raise _Refused(TOO_LONG)
     if not sound:
         raise _Refused(EMPTY)
     return rate, sound
+
+
+def _frames(av: Any, packet: Any) -> list[Any]:
+    """Return the frames of a packet. A damaged one has none: the rest of a recording can still be heard."""
+    try:
+        found: list[Any] = packet.decode()
+    except av.InvalidDataError:
+        return []
+    return found
 
 
 if __name__ == "__main__":

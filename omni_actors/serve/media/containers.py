@@ -21,13 +21,16 @@ from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.media import container_process
 
+MAX_AUDIO_S = 600
+MAX_SAMPLES = MAX_AUDIO_S * 48000
+"""The limits of all audio in one request."""
 DECODING_S = 20.0
 """The time limit of one file."""
 _PROCESSES = trio.CapacityLimiter(2)
 _PROGRAM = Path(container_process.__file__)
 
 
-async def decode_container(data: bytes, param: str, *, max_s: int, max_samples: int, reason: str) -> AudioChunk:
+async def decode_container(data: bytes, param: str, *, max_s: float, max_samples: int, reason: str) -> AudioChunk:
     """Return the first sound of a file: float32 (samples,), mono, at its own rate.
 
     Args:
@@ -50,16 +53,23 @@ async def decode_container(data: bytes, param: str, *, max_s: int, max_samples: 
         message = f"{param}: decoding takes longer than {DECODING_S:g} s"
         raise bad_request(message, param, "invalid_audio")
     if done.returncode != 0:
-        raise _refusal(done.returncode, param, max_s, reason)
+        raise _refusal(done.returncode, param, reason)
     rate = int.from_bytes(done.stdout[: container_process.HEAD_BYTES], "little")
     return AudioChunk(np.frombuffer(done.stdout, np.float32, offset=container_process.HEAD_BYTES), rate)
 
 
-def _refusal(code: int, param: str, max_s: int, reason: str) -> HTTPError:
+def too_long(param: str) -> HTTPError:
+    """Return the error for a recording beyond the limits of a request."""
+    message = (
+        f"{param}: too long; the recordings of a request may have {MAX_AUDIO_S} s and {MAX_SAMPLES} samples together"
+    )
+    return bad_request(message, param, "audio_too_long")
+
+
+def _refusal(code: int, param: str, reason: str) -> HTTPError:
     """Return the error for an exit code of the process."""
     if code == container_process.TOO_LONG:
-        message = f"{param}: too long; a request may have {max_s} s of audio"
-        return bad_request(message, param, "audio_too_long")
+        return too_long(param)
     if code == container_process.EMPTY:
         return bad_request(f"{param}: the file has no audio", param, "invalid_audio")
     return bad_request(f"{param}: not a readable audio file: {reason}", param, "invalid_audio")

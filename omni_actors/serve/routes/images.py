@@ -3,7 +3,8 @@
 Rules
 1. Each of ``n`` pictures is a request of its own.
 2. The server does not decode the pictures that a client sends: the stage that opens them limits their pixels.
-3. A stream has OpenAI's events. The events of several pictures are mixed; ``index`` tells them apart.
+3. A stream has OpenAI's events. The events of several pictures are mixed; ``index`` tells them apart. OpenAI's last
+   event of a picture must have a ``usage``, which is 0: a denoiser counts no tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ from omni_actors.serve.routes.common import open_body, require_accepted
 from omni_actors.system import OmniSystem
 
 FILES = FileField(("image", "image[]"), "a picture", MAX_INPUT_PICTURES)
+_NO_TOKENS = {
+    "input_tokens": 0,
+    "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
+    "output_tokens": 0,
+    "total_tokens": 0,
+}
 _ASSUMED_STEPS = 20
 """The steps of a picture where neither the request nor the pipeline's file has a number."""
 
@@ -57,7 +64,7 @@ async def edit(request: Request) -> Response:
     """Make pictures from a prompt and other pictures."""
     require_encoder()
     body: ImageEditForm
-    if request.headers.get("content-type", "").startswith("application/json"):
+    if request.headers.get("content-type", "").lower().startswith("application/json"):
         system, asked, params = open_body(request, await read_json(request), ImageEditRequest)
         files, file_param = await _load(request, asked.images, system.pipeline), "images"
         body = asked
@@ -129,6 +136,8 @@ class _Drawing:
             if event["partial_image_index"] == self.body.partial_images:
                 return None
             self._partial_images[index] += 1
+        else:
+            event["usage"] = _NO_TOKENS
         return responses.event({**event, "index": index, "b64_json": await self.encode(picture)}, kind)
 
     def description(self, picture: Picture) -> dict[str, Any]:

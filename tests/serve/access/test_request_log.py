@@ -67,6 +67,26 @@ def test_a_path_cannot_break_the_line(logged: Any) -> None:
     assert len(line) < 500
 
 
+@pytest.mark.parametrize(
+    ("request_line", "logged_as"),
+    [
+        (b'GET /a"b HTTP/1.1', '"GET /a%22b HTTP/1.1"'),
+        (b"A" * 60_000 + b" /a HTTP/1.1", f'"{"A" * 20} /a HTTP/1.1"'),
+    ],
+    ids=["quote", "method"],
+)
+def test_a_request_line_cannot_end_its_quotes_or_fill_the_log(
+    logged: Any, request_line: bytes, logged_as: str, request: pytest.FixtureRequest
+) -> None:
+    id = f"odd-{request.node.callspec.id}"
+    head = f"\r\nHost: x\r\nX-Request-ID: {id}\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", logged.port), 60) as client:
+        client.sendall(request_line + head.encode())
+        assert client.recv(12).startswith(b"HTTP/1.1 40")
+    [line] = lines(logged, id)
+    assert logged_as in line
+
+
 def test_a_client_that_leaves_before_its_answer_has_a_line(start: Start) -> None:
     endless = ("-s", "stages.mind.options={fan_out: 1000000, step_s: 0.01}")
     with start("--access-log", *endless, config=MIND) as server:

@@ -55,6 +55,8 @@ def test_the_values_of_a_list_arrive_in_order() -> None:
         (part("model", b"x" * (MAX_FIELD_BYTES + 1)) + END, "invalid_form"),
         (part("model", b"\xff") + END, "invalid_form"),
         (part("file", b"", '; filename="a"') * 2 + END, "invalid_form"),
+        (part("model", b"studio") + part("file", b"sound", '; filename="a"')[:-4], "invalid_form"),
+        (part("file", b"sound", '; filename="a"') + part("model", b"studio"), "invalid_form"),
         (part("other", b"", '; filename="a"') + END, "invalid_value"),
         (part("model", b"studio", "\r\nA: " + "b" * 10_000) + END, "invalid_form"),
         (part("model", b"studio", "\r\nA: b" * 100) + END, "invalid_form"),

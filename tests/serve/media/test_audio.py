@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.media import audio
 from omni_actors.serve.media.audio import AudioEncoder, decode
 
 
@@ -128,6 +129,43 @@ async def test_a_streamed_wav_is_complete_without_a_known_length() -> None:
     assert [len(piece) for piece in pieces] == [244, 200, 200]
     assert (data[:8], data[36:44]) == (b"RIFF\xff\xff\xff\xff", b"data\xff\xff\xff\xff")
     assert len(soundfile.read(io.BytesIO(data))[0]) == 300
+
+
+def test_a_damaged_mp3_is_decoded_without_a_word_on_stderr(
+    recording: Callable[..., bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """There the server has its log. Some of the damaged frames claim another sample rate, or two channels."""
+    data = bytearray(recording(20.0, format="MP3"))
+    for at, value in zip(range(2000, len(data), 150), range(256), strict=False):
+        data[at] = value
+    for damaged in (data, data[:3000]):
+        seconds = outcome(bytes(damaged))
+        assert isinstance(seconds, float)
+        assert 0 < seconds < 21
+    wrapped = io.BytesIO()
+    with av.open(wrapped, "w", format="wav") as out:
+        stream: Any = out.add_stream("libmp3lame", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.int16), format="s16", layout="mono")
+        frame.sample_rate, frame.pts = 16000, 0
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    data = bytearray(wrapped.getvalue())
+    data[-400:] = bytes(range(200)) * 2
+    assert isinstance(outcome(bytes(data)), float)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("first", "second"), [("WAV", "WAV"), ("MP3", "FLAC"), ("FLAC", "MP3")])
+def test_recordings_of_a_request_share_its_limit(
+    recording: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch, first: str, second: str
+) -> None:
+    """At any rate: the limit counts seconds."""
+    monkeypatch.setattr(audio, "MAX_AUDIO_S", 3)
+    files = [(recording(2.0, 8000, first), "first"), (recording(2.0, 8000, second), "second")]
+    with pytest.raises(HTTPError) as caught:
+        trio.run(decode, files)
+    assert (caught.value.param, caught.value.code) == ("second", "audio_too_long")
+    assert len(trio.run(decode, files[:1])) == 1
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ import numpy as np
 import openai
 import pytest
 from click.testing import CliRunner
+from openai.types import ImageEditStreamEvent, ImageGenStreamEvent
 from PIL import Image
+from pydantic import TypeAdapter
 
 from omni_actors.cli import main
 from tests.support.hostile_pictures import bomb
@@ -157,13 +159,27 @@ def test_a_stream_of_several_pictures_tells_them_apart(client: openai.OpenAI) ->
     assert sum(event.type == "image_generation.partial_image" for event in events) == 3
 
 
-def test_the_events_of_a_stream_name_their_type(server: Server) -> None:
-    body = {"model": "painter", "prompt": "a cat", "stream": True, "partial_images": 1}
-    lines = server.http.post("/v1/images/generations", json=body).text.splitlines()
-    assert [line for line in lines if line.startswith("event:")] == [
-        "event: image_generation.partial_image",
-        "event: image_generation.completed",
-    ]
+@pytest.mark.parametrize(
+    ("path", "prefix", "types", "more"),
+    [
+        ("generations", "image_generation", ImageGenStreamEvent, {}),
+        ("edits", "image_edit", ImageEditStreamEvent, {"images": [{"image_url": "data:image/png;base64,%s"}]}),
+    ],
+)
+def test_the_events_of_a_stream_are_openais(server: Server, path: str, prefix: str, types: Any, more: Any) -> None:
+    """Each one has all that the client's types need, and its own type as its name."""
+    body = {"model": "painter", "prompt": "a cat", "stream": True, "partial_images": 1, **more}
+    content = json.dumps(body).replace("%s", base64.b64encode(file()).decode())
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    answer = server.http.post(f"/v1/images/{path}", content=content, headers=headers)
+    names = []
+    for event in answer.text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found = TypeAdapter(types).validate_json(data.removeprefix("data: "), strict=True)
+        names.append(found.type)
+        assert name == f"event: {found.type}"
+    assert names == [f"{prefix}.partial_image", f"{prefix}.completed"]
+    assert found.usage.total_tokens == 0
 
 
 def test_progress_without_a_picture_changes_nothing(client: openai.OpenAI) -> None:

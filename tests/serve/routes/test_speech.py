@@ -14,7 +14,7 @@ import pytest
 
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.media.tempo import TimeStretch
-from tests.support.http_server import Server
+from tests.support.http_server import Server, Start
 
 WORDS = "la " * 20
 SECONDS = 2.0
@@ -48,6 +48,14 @@ def test_events_carry_a_file_in_pieces(studio: Server, format: str, container: s
     assert done == {"type": "speech.audio.done", "usage": usage}
     data = b"".join(base64.b64decode(event["audio"]) for event in deltas)
     assert SECONDS <= duration(data, container) < SECONDS + 0.2
+
+
+def test_gaps_in_a_file_that_is_sent_when_it_is_complete_are_no_underruns(start: Start) -> None:
+    """Each word takes longer than it lasts."""
+    with start("-s", "stages.mouth.options.step_s=0.3") as server:
+        for format, are_heard in (("flac", False), ("mp3", True)):
+            read_events(server, {"response_format": format, "input": "la la la"})
+            assert (server.metric("omni_speech_underruns_total") > 0) == are_heard
 
 
 def read_events(server: Server, changes: dict[str, Any]) -> list[dict[str, Any]]:
