@@ -205,5 +205,10 @@ def _pixels(frame: Pixels | av.VideoFrame) -> Pixels:
 @contextmanager
 def _opened(data: bytes, index: int) -> Iterator[Any]:
     options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": ""}
-    with refuse_unreadable("video", index, CONTAINERS), av.open(io.BytesIO(data), options=options) as container:
-        yield container
+    with refuse_unreadable("video", index, CONTAINERS):
+        try:
+            with av.open(io.BytesIO(data), options=options) as container:
+                yield container
+        except av.error.MemoryError as error:
+            # A number in the file demands more than FFmpeg allocates at once. As a MemoryError it would end the worker.
+            raise ValueError("FFmpeg refuses to allocate what the file demands") from error

@@ -164,6 +164,15 @@ def test_packets_that_give_no_frame_do_not_evade_the_deadline() -> None:
     assert checks > 100
 
 
+def test_a_file_that_demands_more_memory_than_ffmpeg_allocates_is_refused() -> None:
+    file = bytearray(video_file(8, format="mp4", codec="mpeg4"))
+    begin = file.index(b"stts") + 8  # the table of the frames' times: its number of entries
+    file[begin : begin + 4] = (1 << 28).to_bytes(4, "big")
+    assert refused(bytes(file)).code == "invalid_video"
+    with pytest.raises(InvalidRequest):
+        decode_sound(bytes(file), 0, 10.0, Deadline(60))
+
+
 def test_sound_has_the_deadline_of_the_request() -> None:
     file = video_file(audio=np.zeros((1, RATE), np.float32))
     with pytest.raises(InvalidRequest, match="takes more than 1e-09 s") as refusal:
