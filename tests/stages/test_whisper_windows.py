@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -79,6 +80,22 @@ def test_windows_do_not_depend_on_when_pieces_arrive() -> None:
         transcription.next_segment()
     for found, expected in zip(model.windows, stepwise, strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_a_window_takes_no_copy_of_the_sound_that_waits_behind_it() -> None:
+    from omni_actors.stages.whisper.windows import Transcription
+
+    seconds = 3600
+    model: Any = Model([3000])
+    transcription = Transcription(model, 0, {"language": None})
+    transcription.take(Recording(0, 16000, [np.zeros(16000, np.float32)] * seconds))
+    tracemalloc.start()
+    try:
+        transcription.next_segment()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * 16000 * seconds / 2
 
 
 def test_a_recording_begins_with_its_second_piece() -> None:

@@ -34,7 +34,7 @@ from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, 
 from omni_actors.stages.diffusion.options import width_and_height
 from omni_actors.stages.multimodal.conversation import ImagePart, TextPart, with_system_prompt
 from omni_actors.stages.multimodal.images import check_pixels, decode_image
-from omni_actors.stages.multimodal.limits import MediaLimits
+from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
 from omni_actors.stages.multimodal.prompt import OmniPrompt, Pixels
 from omni_actors.stages.refusal import validated
 
@@ -70,6 +70,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
 
     PARAMS: type[ContextParams] = ContextParams
     OPTIONS: type[ContextOptions] = ContextOptions
+    LIMITS = MediaLimits()
 
     def __init__(self, context: StageContext, *, draws: bool = False) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files), ValueError."""
@@ -115,6 +116,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         if prompt.raw:
             raise InvalidRequest("prompt: this model reads conversations only", param="prompt")
         terms: list[Term] = []
+        deadline = Deadline(self.LIMITS.decode_s)
         for message in with_system_prompt(prompt.messages, self._options.system_prompt):
             for part in message.parts:
                 if isinstance(part, TextPart):
@@ -124,6 +126,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
                     tokens = self._vocabulary.tokenizer.encode(part.text, add_special_tokens=False)
                     terms += [request.params.tokenization_kwargs.cut(tokens)] if tokens else []
                 elif isinstance(part, ImagePart):
+                    deadline.check("image", part.index)
                     terms.append(self._picture(prompt, part.index))
                 else:
                     raise InvalidRequest(f"{part.kind} was sent; this model reads text and images", param="messages")
@@ -141,7 +144,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         """Return an image of the request, resized as the model reads it."""
         if index not in prompt.media.image:
             raise InvalidRequest(f"image {index} was not sent", param="image")
-        content, limit = prompt.media.image[index], MediaLimits().image_pixels
+        content, limit = prompt.media.image[index], self.LIMITS.image_pixels
         if isinstance(content, bytes):
             content = decode_image(content, index, limit)
         height, width = content.shape[:2]

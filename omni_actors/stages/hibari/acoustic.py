@@ -141,7 +141,7 @@ class AcousticEngine(PausableEngine[_Request]):
             self._speculate(next(request for request in self._requests.values() if request.candidate))
             return
         request = self._requests.pop(request_id)
-        while not request.phrases and request.sentences:
+        if not request.phrases and request.sentences:  # one a step: a script may have many without a phrase
             sentence = request.sentences.popleft()
             request.phrases += [(p, "" if i else sentence) for i, p in enumerate(self._pronunciation.phrases(sentence))]
         phrase = request.phrases.popleft() if request.phrases else None

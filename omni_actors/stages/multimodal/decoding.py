@@ -16,7 +16,7 @@ from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.audio import Floats, Recording, audio_refusal
 from omni_actors.stages.multimodal.frames import FrameProcessor
 from omni_actors.stages.multimodal.images import check_pixels, decode_image
-from omni_actors.stages.multimodal.limits import MediaLimits
+from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
 from omni_actors.stages.multimodal.prompt import Media, Pixels, VideoInput
 from omni_actors.stages.multimodal.videos import Frames, Size, decode_sound, decode_video, sample_frames
 from omni_actors.stages.omni.options import MMProcessorKwargs
@@ -92,11 +92,13 @@ class _Decoding:
     def __init__(self, decoder: Decoder, use_audio_in_video: bool) -> None:
         self._decoder, self._limits = decoder, decoder.limits
         self._use_audio_in_video = use_audio_in_video
+        self._deadline = Deadline(decoder.limits.decode_s)
         self._tokens = 0
         self._seconds = 0.0
         self.decoded = Decoded(decoder.image_size)
 
     def add_image(self, index: int, image: Pixels | bytes) -> None:
+        self._deadline.check("image", index)
         if isinstance(image, bytes):
             pixels = decode_image(image, index, self._limits.image_pixels)
         else:
@@ -120,16 +122,16 @@ class _Decoding:
             return Size(*fitted, steps * processor.temporal_patch_size)
 
         if isinstance(video.content, bytes):
-            frames = decode_video(video.content, index, self._limits, fit)
+            frames = decode_video(video.content, index, self._limits, fit, self._deadline)
         else:
             assert video.fps is not None, "OmniPrompt refuses frames without fps"
-            frames = sample_frames(video.content, video.fps, index, self._limits, fit)
+            frames = sample_frames(video.content, video.fps, index, self._limits, fit, self._deadline)
         steps, rows, columns = processor.grid(*frames.pixels.shape[:3])
         self._count("video", steps * rows * columns // processor.merge_size**2)
         if self._use_audio_in_video:
             sound = video.audio
             if isinstance(video.content, bytes):
-                sound = decode_sound(video.content, index, self._decoder.longest_s)
+                sound = decode_sound(video.content, index, self._decoder.longest_s, self._deadline)
             if sound is not None:
                 self.add_sound(sound, len(self.decoded.videos))
         self.decoded.videos.append(frames)

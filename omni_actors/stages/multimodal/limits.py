@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.bounds import Positive, PositiveSeconds
 
 
@@ -28,4 +30,17 @@ class MediaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     video_fps: Annotated[float, Meta(gt=0, le=60)] = 2.0
     """Sampled frames for each second of a video with a higher rate."""
     decode_s: PositiveSeconds = 20.0
-    """Wall time for decoding one video file."""
+    """Wall time for decoding the media of one request."""
+
+
+class Deadline:
+    """The end of the time for decoding the media of one request. seconds: from now on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._end = seconds, time.monotonic() + seconds
+
+    def check(self, kind: str, index: int) -> None:
+        """Raise InvalidRequest if the time is over. kind, index: the input that is being decoded, such as "image" 0."""
+        if time.monotonic() > self._end:
+            message = f"{kind} {index}: decoding the request's media takes more than {self._seconds:g} s, the limit"
+            raise InvalidRequest(message, param=kind, code=f"{kind}_too_slow")

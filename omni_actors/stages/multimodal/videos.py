@@ -4,7 +4,8 @@ Rules
 1. The model gets frames at a constant rate, at most ``MediaLimits.video_fps``: frame k is the one that is visible at
    k / rate seconds, for a file of any rate, constant or not. So the timing is exact and matches the sound.
 2. Limits apply before memory is used: size, duration and number of frames are checked in the header and again while
-   decoding, each frame is shrunk when it is decoded, and decoding has a time limit.
+   decoding, each frame is shrunk when it is decoded, and decoding has a deadline. It is checked behind each packet,
+   because packets may take time and give no frame.
 3. Containers that refer to other files or addresses (playlists) are not opened.
 """
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import io
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -26,7 +26,7 @@ from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.audio import SHORTEST_S, Recording
 from omni_actors.stages.multimodal.files import refuse_unreadable
 from omni_actors.stages.multimodal.frames import resize
-from omni_actors.stages.multimodal.limits import MediaLimits
+from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
 from omni_actors.stages.multimodal.prompt import Pixels
 
 CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg", "gif")
@@ -55,25 +55,26 @@ Fit = Callable[[int, int], Size]
 """Returns the target size for a height and a width. Raises InvalidRequest."""
 
 
-def sample_frames(content: Pixels, fps: float, index: int, limits: MediaLimits, fit: Fit) -> Frames:
+def sample_frames(content: Pixels, fps: float, index: int, limits: MediaLimits, fit: Fit, deadline: Deadline) -> Frames:
     """Sample a video that was sent as frames.
 
     content: uint8 (t, height, width, 3). fps: its frames a second. index: the number of the video in the request, for
-    errors. fit: see ``Fit``.
+    errors. fit: see ``Fit``. deadline: of the request.
     Raises InvalidRequest: a limit is exceeded.
     """
     count, height, width = content.shape[:3]
-    sampler = _FrameSampler(index, limits, fit, own_fps=fps, duration=count / fps)
+    sampler = _FrameSampler(index, limits, fit, deadline, own_fps=fps, duration=count / fps)
     sampler.check(height, width, count / fps)
     for number, frame in enumerate(content, 1):
         sampler.keep_until(number / fps, frame)
     return sampler.frames()
 
 
-def decode_video(data: bytes, index: int, limits: MediaLimits, fit: Fit) -> Frames:
+def decode_video(data: bytes, index: int, limits: MediaLimits, fit: Fit, deadline: Deadline) -> Frames:
     """Decode and sample the frames of a video file.
 
-    data: the file's bytes. index: the number of the video in the request, for errors. fit: see ``Fit``.
+    data: the file's bytes. index: the number of the video in the request, for errors. fit: see ``Fit``. deadline: of
+    the request.
     Raises InvalidRequest: the file cannot be decoded, or a limit is exceeded.
     """
     with _opened(data, index) as container:
@@ -84,11 +85,11 @@ def decode_video(data: bytes, index: int, limits: MediaLimits, fit: Fit) -> Fram
         stream.codec_context.thread_count = torch.get_num_threads()
         own_fps = max(0.0, float(stream.average_rate or 0)) or limits.video_fps
         duration = _duration(container, stream)
-        sampler = _FrameSampler(index, limits, fit, own_fps=own_fps, duration=duration)
+        sampler = _FrameSampler(index, limits, fit, deadline, own_fps=own_fps, duration=duration)
         sampler.check(stream.codec_context.height, stream.codec_context.width, duration or 0.0)
         first_time = at = None
         visible: Any = None
-        for frame in container.decode(stream):
+        for frame in _decoded(container, stream, index, deadline):
             stamp = frame.time if frame.time is not None else (at or 0.0) + 1 / own_fps
             first_time = stamp if first_time is None else first_time
             at = max(at or 0.0, stamp - first_time)
@@ -102,11 +103,11 @@ def decode_video(data: bytes, index: int, limits: MediaLimits, fit: Fit) -> Fram
         return sampler.frames()
 
 
-def decode_sound(data: bytes, index: int, max_s: float) -> Recording | None:
+def decode_sound(data: bytes, index: int, max_s: float, deadline: Deadline) -> Recording | None:
     """Decode the sound of a video file, mixed to mono. None: it has no sound.
 
-    max_s: the longest sound that is accepted, in seconds.
-    Raises InvalidRequest: the file cannot be decoded, or the sound is too long.
+    max_s: the longest sound that is accepted, in seconds. deadline: of the request.
+    Raises InvalidRequest: the file cannot be decoded, or the sound is too long or too slow to decode.
     """
     with _opened(data, index) as container:
         if not container.streams.audio:
@@ -114,7 +115,7 @@ def decode_sound(data: bytes, index: int, max_s: float) -> Recording | None:
         resampler = av.AudioResampler(format="fltp")
         pieces: list[np.ndarray[Any, np.dtype[np.float32]]] = []
         sample_rate, total = 0, 0
-        for frame in chain(container.decode(audio=0), (None,)):
+        for frame in chain(_decoded(container, container.streams.audio[0], index, deadline), (None,)):
             for plain in resampler.resample(frame):
                 samples = plain.to_ndarray().mean(0, dtype=np.float32)
                 sample_rate, total = plain.sample_rate, total + len(samples)
@@ -131,12 +132,20 @@ def _refusal(index: int, reason: str, code: str) -> InvalidRequest:
 class _FrameSampler:
     """Collects the sampled frames of one video. The next one is due at len(frames) / fps seconds."""
 
-    def __init__(self, index: int, limits: MediaLimits, fit: Fit, *, own_fps: float, duration: float | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        limits: MediaLimits,
+        fit: Fit,
+        deadline: Deadline,
+        *,
+        own_fps: float,
+        duration: float | None,
+    ) -> None:
         """own_fps: the video's frames a second. duration: in seconds, or None if it is not known."""
-        self._index, self._limits, self._fit = index, limits, fit
+        self._index, self._limits, self._fit, self._deadline = index, limits, fit, deadline
         self._fps = min(own_fps, max(limits.video_fps, MIN_FRAMES / duration if duration else 0.0))
         self._slack = min(_SLACK_S, 0.1 / own_fps)
-        self._deadline = time.monotonic() + limits.decode_s
         self._size: Size | None = None
         self._kept: list[torch.Tensor] = []
 
@@ -147,9 +156,7 @@ class _FrameSampler:
             raise _refusal(self._index, size, "video_too_large")
         if seconds > self._limits.video_s:
             raise _refusal(self._index, f"it is too long; the limit is {self._limits.video_s:g} s", "video_too_long")
-        if time.monotonic() > self._deadline:
-            slow = f"decoding takes more than {self._limits.decode_s:g} s"
-            raise _refusal(self._index, slow, "video_too_slow")
+        self._deadline.check("video", self._index)
 
     def keep_until(self, end: float, visible: Pixels | av.VideoFrame) -> None:
         """Keep the frame that is visible until ``end`` seconds, once for each sample that is due by then."""
@@ -173,6 +180,13 @@ class _FrameSampler:
         return Frames(torch.cat(self._kept), self._fps)
 
 
+def _decoded(container: Any, stream: Any, index: int, deadline: Deadline) -> Iterator[Any]:
+    """Decode a stream. Raises InvalidRequest: the time is over."""
+    for packet in container.demux(stream):
+        yield from packet.decode()
+        deadline.check("video", index)
+
+
 def _duration(container: Any, stream: Any) -> float | None:
     """Return the duration from the header, in seconds."""
     if stream.duration and stream.time_base:
@@ -191,5 +205,10 @@ def _pixels(frame: Pixels | av.VideoFrame) -> Pixels:
 @contextmanager
 def _opened(data: bytes, index: int) -> Iterator[Any]:
     options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": ""}
-    with refuse_unreadable("video", index, CONTAINERS), av.open(io.BytesIO(data), options=options) as container:
-        yield container
+    with refuse_unreadable("video", index, CONTAINERS):
+        try:
+            with av.open(io.BytesIO(data), options=options) as container:
+                yield container
+        except av.error.MemoryError as error:
+            # A number in the file demands more than FFmpeg allocates at once. As a MemoryError it would end the worker.
+            raise ValueError("FFmpeg refuses to allocate what the file demands") from error

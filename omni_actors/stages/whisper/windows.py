@@ -14,7 +14,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -181,8 +181,9 @@ class Transcription:
         if self._whole is not None:
             return self._whole[:, self._seek : end]
         first = max(0, self._seek - _BEFORE)
-        sound = np.concatenate(self._pieces)
         until = (self._seek + _WINDOW + _AFTER) * _HOP - self._begin
+        behind = next((n for n, end in enumerate(accumulate(map(len, self._pieces)), 1) if end >= until), None)
+        sound = np.concatenate(self._pieces[:behind])  # a recording may be hours ahead of its windows
         found: _Features = self._model.feature_extractor(sound[first * _HOP - self._begin : until])
         found = found[:, self._seek - first : end - first]
         self._loudest = max(self._loudest, float(found.max()))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageCheckpoint, StageOutput, StageRequest
+from omni_actors.stages.multimodal.limits import MediaLimits
 from ringbuf import Ring, decode_bundle, encode_bundle
 from tests.stages.bagel import cases
 from tests.stages.bagel.driving import Bagel, chunks_of, context, params_of
@@ -157,6 +158,16 @@ def test_a_wrong_parameter_of_the_denoiser_is_named(bagel: Bagel, params: dict[s
     with pytest.raises(InvalidRequest) as refused:
         bagel.painter.engine.start(_request(params))
     assert refused.value.param == param
+
+
+def test_pictures_that_take_long_to_decode_are_refused(bagel: Bagel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bagel.reader.engine, "LIMITS", MediaLimits(decode_s=1e-9))
+    bagel.reader.start(5)
+    [picture, words] = chunks_of([cases.FIRST, "a boat"])
+    bagel.reader.feed(5, *picture)
+    with pytest.raises(InvalidRequest) as refused:
+        bagel.reader.feed(5, *words, last=True)
+    assert (refused.value.param, refused.value.code) == ("image", "image_too_slow")
 
 
 def _request(params: dict[str, Any]) -> Any:

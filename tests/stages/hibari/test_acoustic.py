@@ -134,6 +134,21 @@ def test_requests_take_turns_after_each_sentence(acoustic: Any) -> None:
     assert turns == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2)]
 
 
+def test_a_script_of_sentences_without_phonemes_does_not_delay_another(acoustic: Any) -> None:
+    acoustic.start(1)
+    acoustic.feed(1, {"text": ":-)\n" * 9}, last=True)
+    acoustic.start(2)
+    acoustic.feed(2, {"text": "Hello."}, last=True)
+    assert list(acoustic.step()) == []
+    assert {output.request_id for output in acoustic.step()} == {2}
+    steps = 0
+    while acoustic.engine.busy:
+        outputs = list(acoustic.step())
+        steps += 1
+    assert steps == 8
+    assert outputs[0].error.code == "nothing_to_speak"
+
+
 @pytest.mark.parametrize("text", [":-)", "...", "漢字 🙂", "** **\n\n`"])
 def test_a_script_without_phonemes_fails_and_such_an_answer_ends_without_sound(acoustic: Any, text: str) -> None:
     acoustic.start(1)

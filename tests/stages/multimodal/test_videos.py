@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import random
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from omni_actors.stages.base import InvalidRequest
-from omni_actors.stages.multimodal.limits import MediaLimits
+from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
 from omni_actors.stages.multimodal.videos import Frames, Size, decode_sound, decode_video, sample_frames
 from tests.support.media_inputs import RATE, noise, video_file
 
@@ -31,7 +32,7 @@ def numbers(frames: Frames) -> list[int]:
 
 def refused(data: bytes, **limits: Any) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as refusal:
-        decode_video(data, 0, MediaLimits(**limits), fit)
+        decode_video(data, 0, given := MediaLimits(**limits), fit, Deadline(given.decode_s))
     assert refusal.value.param == "video"
     return refusal.value
 
@@ -48,7 +49,7 @@ def refused(data: bytes, **limits: Any) -> InvalidRequest:
     ],
 )
 def test_files_are_sampled_at_the_models_rate(format: str, codec: str) -> None:
-    frames = decode_video(video_file(60, fps=30, format=format, codec=codec), 0, LIMITS, fit)
+    frames = decode_video(video_file(60, fps=30, format=format, codec=codec), 0, LIMITS, fit, Deadline(60))
     assert numbers(frames) == [0, 15, 30, 45]
     assert frames.fps == 2.0
     assert frames.pixels.shape == (4, 48, 64, 3)
@@ -66,9 +67,9 @@ def test_files_are_sampled_at_the_models_rate(format: str, codec: str) -> None:
     ],
 )
 def test_frames_and_files_are_sampled_alike(count: int, fps: int, kept: list[int], rate: float) -> None:
-    file = decode_video(video_file(count, fps=fps), 0, LIMITS, fit)
+    file = decode_video(video_file(count, fps=fps), 0, LIMITS, fit, Deadline(60))
     content = np.arange(count, dtype=np.uint8)[:, None, None, None].repeat(3, 3) * 4
-    given = sample_frames(content, fps, 0, LIMITS, fit)
+    given = sample_frames(content, fps, 0, LIMITS, fit, Deadline(60))
     assert numbers(file) == numbers(given) == kept
     assert file.fps == pytest.approx(rate, rel=0.01)
     assert given.fps == pytest.approx(rate)
@@ -76,7 +77,7 @@ def test_frames_and_files_are_sampled_alike(count: int, fps: int, kept: list[int
 
 def test_a_video_with_uneven_frame_times_is_sampled_by_time() -> None:
     file = video_file(times=[0, 100, 200, 900, 1000, 1700, 3000, 3100])
-    assert numbers(decode_video(file, 0, LIMITS, fit)) == [0, 2, 4, 4, 5, 5, 6]
+    assert numbers(decode_video(file, 0, LIMITS, fit, Deadline(60))) == [0, 2, 4, 4, 5, 5, 6]
 
 
 def test_frames_are_shrunk_to_the_size_that_fits_the_first() -> None:
@@ -86,7 +87,7 @@ def test_frames_are_shrunk_to_the_size_that_fits_the_first() -> None:
         sizes.append((height, width))
         return Size(28, 56, 1000)
 
-    frames = decode_video(video_file(), 0, LIMITS, shrink)
+    frames = decode_video(video_file(), 0, LIMITS, shrink, Deadline(60))
     assert frames.pixels.shape == (4, 28, 56, 3)
     assert sizes == [(48, 64)]
 
@@ -102,7 +103,7 @@ def test_a_video_is_rotated_by_its_display_matrix(matrix: tuple[int, ...], turns
     place = file.index(b"tkhd") + 4 + 40  # the track's matrix: a, b, u, c, d, v, …, 16.16
     a, b, c, d = (int(value * 65536).to_bytes(4, "big", signed=True) for value in matrix)
     file[place : place + 20] = a + b + bytes(4) + c + d
-    frames = decode_video(bytes(file), 0, LIMITS, fit)
+    frames = decode_video(bytes(file), 0, LIMITS, fit, Deadline(60))
     expected = np.rot90(pixels, turns).astype(int)
     assert frames.pixels[0].shape == expected.shape
     assert np.abs(frames.pixels[0].numpy() - expected).mean() < 8
@@ -110,26 +111,73 @@ def test_a_video_is_rotated_by_its_display_matrix(matrix: tuple[int, ...], turns
 
 def test_the_sound_of_a_file_is_mono() -> None:
     tone = np.sin(np.arange(RATE) / 9, dtype=np.float32) * 0.5
-    recording = decode_sound(video_file(audio=np.stack([tone, np.zeros_like(tone)])), 0, 10.0)
+    recording = decode_sound(video_file(audio=np.stack([tone, np.zeros_like(tone)])), 0, 10.0, Deadline(60))
     assert recording is not None
     assert np.abs(recording.resampled(RATE) - tone / 2).max() < 1e-3
 
 
 @pytest.mark.parametrize("file", [video_file(), video_file(audio=np.zeros((1, 90), np.float32))])
 def test_a_silent_file_has_no_sound(file: bytes) -> None:
-    assert decode_sound(file, 0, 10.0) is None
+    assert decode_sound(file, 0, 10.0, Deadline(60)) is None
 
 
 def test_frames_beyond_the_prompts_tokens_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="more than 3 frames of its size") as refusal:
-        decode_video(video_file(), 0, LIMITS, lambda height, width: Size(height, width, 3))
+        decode_video(video_file(), 0, LIMITS, lambda height, width: Size(height, width, 3), Deadline(60))
     assert refusal.value.code == "context_length_exceeded"
 
 
 def test_the_sound_of_a_file_has_a_limit() -> None:
     file = video_file(audio=np.zeros((1, RATE), np.float32))
     with pytest.raises(InvalidRequest, match=r"the limit is 0\.5 s"):
-        decode_sound(file, 0, 0.5)
+        decode_sound(file, 0, 0.5, Deadline(60))
+
+
+def with_invisible_frames(file: bytes, count: int) -> bytes:
+    """Return the first frame of a file of VP8, and then one that only changes the decoder's state, ``count`` times."""
+    remade = io.BytesIO()
+    with av.open(io.BytesIO(file)) as source, av.open(remade, "w", format="matroska") as target:
+        first, second, *_ = (packet for packet in source.demux(video=0) if packet.size)
+        stream = target.add_stream_from_template(first.stream)
+        hidden = bytearray(bytes(second))
+        hidden[0] &= ~0x10  # the bit show_frame
+        for number, data in enumerate([bytes(first)] + [bytes(hidden)] * count):
+            packet = av.Packet(data)
+            packet.stream, packet.time_base = stream, Fraction(1, 1000)
+            packet.pts = packet.dts = number
+            packet.is_keyframe = number == 0
+            target.mux(packet)
+    return remade.getvalue()
+
+
+def test_packets_that_give_no_frame_do_not_evade_the_deadline() -> None:
+    file = with_invisible_frames(video_file(codec="libvpx"), 100)
+    assert len(decode_video(file, 0, LIMITS, fit, Deadline(60)).pixels) == 1
+    checks = 0
+
+    class Counting(Deadline):
+        def check(self, kind: str, index: int) -> None:
+            nonlocal checks
+            checks += 1
+
+    decode_video(file, 0, LIMITS, fit, Counting(60))
+    assert checks > 100
+
+
+def test_a_file_that_demands_more_memory_than_ffmpeg_allocates_is_refused() -> None:
+    file = bytearray(video_file(8, format="mp4", codec="mpeg4"))
+    begin = file.index(b"stts") + 8  # the table of the frames' times: its number of entries
+    file[begin : begin + 4] = (1 << 28).to_bytes(4, "big")
+    assert refused(bytes(file)).code == "invalid_video"
+    with pytest.raises(InvalidRequest):
+        decode_sound(bytes(file), 0, 10.0, Deadline(60))
+
+
+def test_sound_has_the_deadline_of_the_request() -> None:
+    file = video_file(audio=np.zeros((1, RATE), np.float32))
+    with pytest.raises(InvalidRequest, match="takes more than 1e-09 s") as refusal:
+        decode_sound(file, 0, 10.0, Deadline(1e-9))
+    assert refusal.value.code == "video_too_slow"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +194,7 @@ def test_a_video_beyond_a_limit_is_refused(limits: Any, code: str, reason: str) 
     assert refusal.code == code
     assert reason in str(refusal)
     with pytest.raises(InvalidRequest, match=reason):
-        sample_frames(noise(60, 48, 64, 3), 30, 0, MediaLimits(**limits), fit)
+        sample_frames(noise(60, 48, 64, 3), 30, 0, given := MediaLimits(**limits), fit, Deadline(given.decode_s))
 
 
 def test_a_wrong_duration_in_the_header_does_not_evade_the_limit() -> None:
@@ -190,8 +238,8 @@ def test_a_file_with_any_changed_bytes_is_decoded_or_refused(format: str, codec:
         for _ in range(rng.choice((1, 2, 20))):
             data[rng.randrange(min(len(data), rng.choice((64, len(data)))))] = rng.randrange(256)
         try:
-            outcomes.add(decode_video(bytes(data), 0, MediaLimits(decode_s=5), fit).pixels.shape[3])
-            decode_sound(bytes(data), 0, 10.0)
+            outcomes.add(decode_video(bytes(data), 0, LIMITS, fit, Deadline(5)).pixels.shape[3])
+            decode_sound(bytes(data), 0, 10.0, Deadline(60))
         except InvalidRequest as refusal:
             outcomes.add(refusal.code.partition("_")[0])
     assert outcomes >= {3, "invalid"}
