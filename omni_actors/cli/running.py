@@ -12,12 +12,11 @@ import trio
 from rich.console import Console
 from rich.text import Text
 
-from omni_actors.cli.plain_text import clean
+from omni_actors.cli import INTERRUPTED
 from omni_actors.command_line import click_errors
 from omni_actors.errors import OmniError
+from omni_actors.plain_text import clean
 from omni_actors.system import OmniSystem
-
-INTERRUPTED = 130
 
 notes = Console(stderr=True, highlight=False, markup=False)
 """Reports the work of a command on standard error, without rich's markup: what it prints may come from others."""

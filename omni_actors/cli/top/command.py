@@ -95,7 +95,10 @@ async def _wait_quit(keys: int, scope: trio.CancelScope) -> None:
     """Cancel the scope when a key of ``QUIT`` is pressed, or the terminal is gone."""
     while True:
         await trio.lowlevel.wait_readable(keys)
-        pressed = os.read(keys, 64)
+        try:
+            pressed = os.read(keys, 64)
+        except OSError:  # EIO: the terminal was closed
+            pressed = b""
         if not pressed or any(key in QUIT for key in pressed):
             scope.cancel()
 

@@ -119,7 +119,7 @@ function App({ facts }) {
       <div class="side"><${Sparks} ...${shared} /><${RequestList} /><${Deaths} /></div>
     </div>
     ${dialog === "keys" ? html`<${Shortcuts} onClose=${close} />` : null}
-    ${dialog === "call" ? html`<${SameCall} model=${state.pipeline} needsKey=${facts.needs_key} onClose=${close} />` : null}`;
+    ${dialog === "call" ? html`<${SameCall} model=${state.pipeline} can=${can} needsKey=${facts.needs_key} onClose=${close} />` : null}`;
 }
 
 // Returns what the page must know of the server. While that fails, the page says why.
@@ -142,7 +142,6 @@ async function main() {
   const facts = await loadFacts(place);
   if (facts === null) return;
   render(null, place);
-  place.replaceChildren();
   place.replaceChildren();
   place.removeAttribute("aria-busy");
   document.body.querySelector(":scope > header").remove();

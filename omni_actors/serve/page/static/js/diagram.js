@@ -112,7 +112,7 @@ export function Diagram({ hasChaos }) {
       ${plan ? plan.clients.map((each) => html`<div class="client" style=${each.style}>${each.text}</div>`) : null}
       ${plan ? Object.entries(state.stages).map(([name, stage]) => html`<article key=${name} class="stage" tabindex="0"
         style=${plan.boxes[name].style} aria-label=${`stage ${name}`}>
-        <header><b>${name}</b><span>${stage.engine.split(":").pop()}</span></header>
+        <header><b title=${name}>${name}</b><span>${stage.engine.split(":").pop()}</span></header>
         ${Object.entries(stage.replicas).map(([number, replica]) => html`<${Replica} key=${number} stage=${name}
           number=${number} replica=${replica} recovered=${recoveries[`${name}.${number}`]} hasChaos=${hasChaos}
           limit=${stage.step_timeout_s} />`)}
