@@ -157,7 +157,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.cli": {
         "omni_actors",
-        "omni_actors.command_line",
+        *("omni_actors.command_line", "omni_actors.plain_text"),
         *("omni_actors.generation", "omni_actors.outputs", "omni_actors.output_files"),
         "omni_actors.system",
         "omni_actors.cluster",
