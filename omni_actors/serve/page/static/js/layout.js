@@ -6,9 +6,10 @@
 // else above (to the right). Each line has a label with its rate and its ring's gauge.
 
 const CLIENT = "client";
-const NARROWEST = 120; // the least width of a box in a horizontal flow
+const NARROWEST = 145; // the least width of a box in a horizontal flow: its buttons fit
 const WIDEST = 230; // and the most
-const END = 54; // the width of the client's boxes
+const WIDEST_BELOW = 460; // the most width of a box in a vertical flow
+const END = 44; // the width of the client's boxes
 const REPLICA = 40;
 const CHAOS = 30;
 const HEADER = 34;
@@ -47,7 +48,7 @@ export function layout(stages, width, hasChaos) {
 
 // Returns the widths of a horizontal flow: of a box, and of the gap between two columns.
 function widths(columns, width) {
-  const gap = Math.max(62, Math.min(70, width / (columns * 3)));
+  const gap = Math.max(56, Math.min(70, width / (columns * 4.5)));
   return { gap, box: Math.min(WIDEST, (width - 2 * END - (columns + 1) * gap) / columns) };
 }
 
@@ -109,7 +110,9 @@ function horizontal({ columns, depth, edges, height, width }) {
 function vertical({ columns, edges, height, width }) {
   const order = [CLIENT, ...columns.flat(), CLIENT];
   const { below, above } = sides(edges, ({ from, to }) => !order.some((name, at) => name === from && order[at + 1] === to));
-  const margin = { left: 14 + below.length * LANE, right: 14 + above.length * LANE };
+  const lanes = { left: 14 + below.length * LANE, right: 14 + above.length * LANE };
+  const spare = Math.max(0, width - lanes.left - lanes.right - WIDEST_BELOW) / 2;
+  const margin = { left: lanes.left + spare, right: lanes.right + spare };
   const client = 30;
   const gap = 40;
   const inner = width - margin.left - margin.right;
@@ -131,7 +134,7 @@ function vertical({ columns, edges, height, width }) {
       const x = a.x + a.w / 2;
       return { ...edge, path: `M${x} ${a.y + a.h}V${b.y - 2}`, label: { x: x + 46, y: (a.y + a.h + b.y) / 2 } };
     }
-    const lane = isLeft ? 10 + below.indexOf(edge) * LANE : width - 10 - above.indexOf(edge) * LANE;
+    const lane = isLeft ? spare + 10 + below.indexOf(edge) * LANE : width - spare - 10 - above.indexOf(edge) * LANE;
     const [x1, x2] = isLeft ? [a.x, b.x - 2] : [a.x + a.w, b.x + b.w + 2];
     const [y1, y2] = [a.y + a.h * (isLeft ? 0.5 : 0.7), b.y + b.h * (isLeft ? 0.35 : 0.5)];
     const r = isLeft ? 8 : -8;
