@@ -151,12 +151,53 @@ def test_a_long_spoken_answer_has_few_elements(page: Page) -> None:
     assert abs(len(heard) - len(text) / 2) < 10
 
 
+DRAWN = """(() => {
+  const canvas = Object.assign(document.createElement('canvas'), {width: WIDTH, height: HEIGHT});
+  return canvas.toDataURL('image/png');
+})()"""
+"""A picture, as a URL."""
+
+
+@pytest.mark.parametrize(("width", "height"), [(4000, 2), (2, 4000), (1, 1)])
+def test_a_picture_of_an_odd_size_fits_the_conversation(page: Page, width: int, height: int) -> None:
+    url = DRAWN.replace("WIDTH", str(width)).replace("HEIGHT", str(height))
+    in_module(page, f"void talk.addMessage({{role: 'assistant', state: 'done', pictures: [{url}]}})")
+    page.wait("document.querySelector('.message img')?.complete")
+    found = page.evaluate(
+        "(({offsetWidth, offsetHeight}) => [offsetWidth, offsetHeight])(document.querySelector('img'))"
+    )
+    assert 100 < found[0] <= 320
+    assert found[1] <= 420
+    assert page.evaluate(f"{LIST}.scrollWidth <= {LIST}.clientWidth")
+
+
 CHOOSE = """(() => {
   const input = document.querySelector('.file input'), files = new DataTransfer();
   files.items.add(new File([new Uint8Array(SIZE)], 'picture.png', {type: 'image/png'}));
   input.files = files.files;
   input.dispatchEvent(new Event('change', {bubbles: true}));
 })()"""
+
+
+CHOOSE_WIDE = """(async () => {
+  const canvas = Object.assign(document.createElement('canvas'), {width: 8000, height: 4});
+  const blob = await new Promise((done) => canvas.toBlob(done));
+  const input = document.querySelector('.file input'), files = new DataTransfer();
+  files.items.add(new File([blob], 'wide.png', {type: 'image/png'}));
+  input.files = files.files;
+  input.dispatchEvent(new Event('change', {bubbles: true}));
+})()"""
+
+
+def test_an_attached_picture_that_is_very_wide_fits_the_page(gallery: Gallery) -> None:
+    with open_page() as page:
+        page.resize(390, 844, phone=True)
+        page.open(gallery.server.url)
+        page.wait("document.querySelector('.file input')")
+        page.evaluate(CHOOSE_WIDE)
+        page.wait("document.querySelector('.attached img')?.naturalWidth === 8000")
+        assert page.evaluate("document.querySelector('.attached img').offsetWidth") <= 120
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_an_error_of_a_picture_goes_with_the_next_picture(gallery: Gallery) -> None:
