@@ -198,6 +198,7 @@ def screenshots(folder: Path) -> None:
         heard(page, 4)
         page.wait("[...document.querySelectorAll('.message.assistant')].at(-1).dataset.state === 'done'")
         page.wait("!document.querySelector('.message.assistant .w:not(.heard)')")
+        page.wait("!document.querySelector('#stop')")  # the sound has ended, too
         page.click("#question")
         page.type(TYPED)
         page.key("Enter", "Enter", "\r")
