@@ -181,7 +181,8 @@ def write_question(url: str, file: Path) -> None:
 def heard(page: Page, words: int) -> None:
     """Wait until so many words of the latest answer were heard."""
     latest = "[...document.querySelectorAll('.message.assistant')].at(-1)"
-    page.wait(f"{latest}?.querySelectorAll('.w.heard').length >= {words}")
+    text = f"[...({latest}?.querySelectorAll('.w.heard') || [])].map((each) => each.textContent).join('')"
+    page.wait(f"{text}.split(/\\s+/).filter(Boolean).length >= {words}")
 
 
 def screenshots(folder: Path) -> None:
@@ -197,6 +198,7 @@ def screenshots(folder: Path) -> None:
         heard(page, 4)
         page.wait("[...document.querySelectorAll('.message.assistant')].at(-1).dataset.state === 'done'")
         page.wait("!document.querySelector('.message.assistant .w:not(.heard)')")
+        page.wait("!document.querySelector('#stop')")  # the sound has ended, too
         page.click("#question")
         page.type(TYPED)
         page.key("Enter", "Enter", "\r")

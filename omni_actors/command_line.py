@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from omni_actors.errors import ConfigError, OmniError
+from omni_actors.plain_text import clean
 
 override_option = click.option(
     "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value: stages.llm.threads=2"
@@ -77,4 +78,5 @@ def click_errors(*, verbose: bool = False) -> Iterator[None]:
         shown = "\n".join([str(error), *details] if verbose else [str(error)])
         if details and not verbose:
             shown += "\n(--verbose shows what the worker wrote to stderr)"
-        raise (BadConfig if isinstance(error, ConfigError) else click.ClickException)(shown) from error
+        kind = BadConfig if isinstance(error, ConfigError) else click.ClickException
+        raise kind(clean(shown, keep_lines=True)) from error

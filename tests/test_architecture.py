@@ -44,6 +44,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.log_events": {"omni_actors.errors"},
     "omni_actors.validation": set(),
     "omni_actors.playback": set(),
+    "omni_actors.plain_text": set(),
     "omni_actors.metrics": {"omni_actors.errors", "omni_actors.playback"},
     "omni_actors.protocol.messages": {"omni_actors.errors"},
     "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.protocol.messages", "ringbuf"},
@@ -124,7 +125,7 @@ LAYERS: dict[str, set[str]] = {
         *("omni_actors.generation", "omni_actors.generations", "omni_actors.media", "omni_actors.prompts"),
         *("omni_actors.outputs", "omni_actors.system", *LEAVES),
     },
-    "omni_actors.command_line": {"omni_actors.errors", "omni_actors.config"},
+    "omni_actors.command_line": {"omni_actors.errors", "omni_actors.config", "omni_actors.plain_text"},
     "omni_actors.turns": {"omni_actors.stages.assets"},
     "omni_actors.serve.http": set(),
     "omni_actors.serve": {
@@ -157,7 +158,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.cli": {
         "omni_actors",
-        "omni_actors.command_line",
+        *("omni_actors.command_line", "omni_actors.plain_text"),
         *("omni_actors.generation", "omni_actors.outputs", "omni_actors.output_files"),
         "omni_actors.system",
         "omni_actors.cluster",

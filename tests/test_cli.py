@@ -348,6 +348,24 @@ def test_a_stage_that_does_not_load_is_one_sentence_and_its_stderr_on_request(ta
     assert "Traceback" in verbose.stderr
 
 
+def test_texts_of_a_worker_do_not_control_the_terminal(talkative: Path, tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text("import sys\nraise ImportError('\\x1b]0;title\\x07 no \\x9b2Jvoice')\n")
+    engine = ("-s", "stages.first.engine=loud:Engine")
+    code, _, err = Command(
+        "ask", "--config", str(talkative), "hi", *engine, "--verbose", program=SCRIPT, cwd=tmp_path
+    ).finish()
+    assert code == 1
+    assert "]0;title no 2Jvoice" in err
+    assert not set("\x1b\x07\x9b") & set(err)
+
+
+def test_an_interrupted_explanation_is_exit_code_130(talkative: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    engine = ("-s", "stages.first.engine=slow:Engine")
+    code, _, err = Command("config", "explain", str(talkative), *engine, program=SCRIPT, cwd=tmp_path).finish()
+    assert (code, err) == (130, "interrupted\n")
+
+
 def test_the_output_file_must_have_a_sound_format() -> None:
     result = invoke("ask", "--config", "echo", "hi", "-o", "answer.txt")
     assert result.exit_code == 2

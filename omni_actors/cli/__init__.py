@@ -13,12 +13,16 @@ import os
 import platform
 import sys
 from importlib import import_module
-from typing import NamedTuple
+from io import TextIOWrapper
+from typing import Any, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
 
-__all__ = ["main"]
+__all__ = ["INTERRUPTED", "main"]
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
 
 
 class _Place(NamedTuple):
@@ -70,6 +74,14 @@ class _Commands(click.Group):
             ) from error
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Ctrl-C ends those that do not handle it themselves."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands, each with its summary."""
         with formatter.section("Commands"):
@@ -89,3 +101,8 @@ def main() -> None:
     """Run pipelines of omni-modality models: text, speech and vision in; text, speech and pictures out."""
     if os.getcwd() not in sys.path:  # an engine "package.module:factory" may be in the working directory
         sys.path.append(os.getcwd())
+    if sys.stdin is None:  # the shell has closed it
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - until the program ends
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a character that the terminal does not have is no reason to fail
+            stream.reconfigure(errors="replace")

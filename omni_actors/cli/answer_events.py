@@ -27,6 +27,7 @@ class AnswerPart(msgspec.Struct, frozen=True):
 
     Attributes:
         text: New text; of a spoken answer, of its transcript.
+        thought: New text of a reasoning model's thoughts, which are no part of the answer. They count as its tokens.
         sound: New samples: 16-bit little-endian, mono, at ``SPEECH_RATE``.
         pictures: New pictures, as files.
         usage: The tokens of the whole answer; None if the event does not have them.
@@ -35,6 +36,7 @@ class AnswerPart(msgspec.Struct, frozen=True):
     """
 
     text: str = ""
+    thought: str = ""
     sound: bytes = b""
     pictures: tuple[bytes, ...] = ()
     usage: Usage | None = None
@@ -49,6 +51,8 @@ class _Audio(msgspec.Struct):
 
 class _Delta(msgspec.Struct):
     content: str | list[dict[str, Any]] | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
     audio: _Audio | None = None
 
 
@@ -79,10 +83,11 @@ def answer_part(event: httpx2.ServerSentEvent) -> AnswerPart:
         text, pictures = _split(delta.content)
         return AnswerPart(
             text=text + (audio.transcript or ""),
+            thought=next((each for each in (delta.reasoning_content, delta.reasoning) if isinstance(each, str)), ""),
             sound=base64.b64decode(audio.data) if audio.data else b"",
             pictures=pictures,
             usage=chunk.usage,
-            finish_reason=choice.finish_reason,
+            finish_reason=choice.finish_reason or None,
             sent_s=chunk.sent_s,
         )
     except (msgspec.DecodeError, ValueError, RecursionError) as error:  # base64 of other characters; too deep

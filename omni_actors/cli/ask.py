@@ -15,11 +15,11 @@ from rich import filesize
 from rich.table import Table
 
 from omni_actors import config as configuration
-from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import notes, run, seconds, wait_ready
 from omni_actors.command_line import PIPELINE, Number, click_errors, override_option, verbose_option
 from omni_actors.output_files import SOUND_SUFFIXES, SoundWriter
 from omni_actors.outputs import AudioChunk, RequestMetrics
+from omni_actors.plain_text import clean, escape
 from omni_actors.system import OmniSystem
 
 
@@ -98,7 +98,7 @@ async def _ask(
             "rtf": metrics.rtf,
             "metrics": metrics,
         }
-        click.echo(msgspec.json.encode(result).decode())
+        click.echo(escape(msgspec.json.encode(result).decode()))
     else:
         click.echo()
         _print_metrics(metrics)

@@ -40,7 +40,7 @@ class Measurement:
         """Take a part of the answer that arrived at a time."""
         if part.sent_s is not None:
             self.delays.append(at - part.sent_s)
-        if part.text:
+        if part.text or part.thought:  # both are made of the tokens that the server counts
             self.add_text(at)
         if part.sound:
             self.add_sound(len(part.sound), at)
@@ -51,7 +51,7 @@ class Measurement:
             self.is_complete = True
 
     def add_text(self, at: float) -> None:
-        """Note that text arrived."""
+        """Note that text of the answer, or of its thoughts, arrived."""
         if self.first_text is None:
             self.first_text = at
         else:

@@ -9,6 +9,7 @@ import click
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes
 from omni_actors.command_line import PIPELINE, click_errors
+from omni_actors.plain_text import clean
 from omni_actors.stages import assets
 from omni_actors.system import machine
 
@@ -31,7 +32,7 @@ def prepare(names: tuple[str, ...]) -> None:
         for model in dict.fromkeys(models):
             if not assets.is_ready(model):
                 began = time.monotonic()
-                assets.prepare(model, lambda note, model=model: notes.print(f"{model}: {note}"))  # type: ignore[misc]
+                assets.prepare(model, lambda note, model=model: notes.print(f"{model}: {clean(note)}"))  # type: ignore[misc]
                 notes.print(f"{model}: ready after {time.monotonic() - began:.0f} s")
     except assets.ModelNotFound as error:
         raise click.ClickException(str(error)) from error

@@ -12,12 +12,10 @@ import trio
 from rich.console import Console
 from rich.text import Text
 
-from omni_actors.cli.plain_text import clean
+from omni_actors.cli import INTERRUPTED
 from omni_actors.command_line import click_errors
-from omni_actors.errors import OmniError
+from omni_actors.plain_text import clean
 from omni_actors.system import OmniSystem
-
-INTERRUPTED = 130
 
 notes = Console(stderr=True, highlight=False, markup=False)
 """Reports the work of a command on standard error, without rich's markup: what it prints may come from others."""
@@ -70,14 +68,14 @@ async def _cancel_on_signal(
 async def helper_tasks() -> AsyncIterator[trio.Nursery]:
     """Open a nursery for tasks that help the block. An error of the block cancels them.
 
-    Raises an ``OmniError`` of the block as it is, and not inside an exception group.
+    Raises an error of the block as it is, and not inside an exception group.
     """
-    failure: OmniError | None = None
+    failure: Exception | None = None
     async with trio.open_nursery() as nursery:
         try:
             yield nursery
-        except OmniError as error:
-            failure = error  # raised below, outside the nursery's exception group
+        except Exception as error:  # noqa: BLE001 - raised below, outside the nursery's exception group
+            failure = error
             nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure

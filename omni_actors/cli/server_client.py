@@ -17,8 +17,8 @@ import httpx2
 import msgspec
 import trio
 
-from omni_actors.cli.plain_text import clean
 from omni_actors.errors import OmniError
+from omni_actors.plain_text import clean
 
 MAX_EVENT_BYTES = 64 * 2**20
 """A picture comes in one event."""
@@ -131,7 +131,7 @@ async def open_server(
         read_timeout_s: The longest silence while an answer is read; None: no limit.
         max_connections: The limit of connections; None: no limit.
 
-    Raises click.BadParameter: ``url`` is not the URL of a server.
+    Raises click.BadParameter: ``url`` is not the URL of a server, or no header can carry the key.
     """
     base = url.rstrip("/").removesuffix("/v1")
     try:
@@ -140,6 +140,9 @@ async def open_server(
         raise click.BadParameter(f"{url!r} is not a URL: {error}", param_hint="--url") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise click.BadParameter(f"{url!r} is not a URL such as http://localhost:8091", param_hint="--url")
+    api_key = (api_key or "").strip()  # the content of a file often ends with a newline
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise click.BadParameter("an API key may contain printable ASCII characters only", param_hint="--api-key")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
     timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=read_timeout_s, write=read_timeout_s, pool=None)

@@ -151,6 +151,10 @@ def test_a_plot_needs_matplotlib_and_says_so_before_the_run(tmp_path: Path, monk
     pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
     assert invoke(*arguments).exit_code == 0
     assert "<svg" in (tmp_path / "plot.svg").read_text()
+    unknown = invoke(*arguments[:-1], str(tmp_path / "plot.xyz"))
+    assert unknown.exit_code == 2
+    assert "plot.xyz: accepted are" in unknown.stderr
+    assert unknown.stdout == "", "it is said before the run"
 
 
 @pytest.mark.parametrize(
@@ -232,9 +236,25 @@ def test_a_dataset_that_cannot_be_used_is_named_with_its_line(
     assert message in result.stderr.replace("\n", " ")
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "images", "speech"])
+def test_a_dataset_must_have_what_the_endpoint_sends(endpoint: str, tmp_path: Path) -> None:
+    lines = '{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n'
+    (dataset := tmp_path / "dataset.jsonl").write_text(lines)
+    result = invoke("--endpoint", endpoint, "--dataset", str(dataset))
+    assert result.exit_code == 2
+    assert f"the endpoint {endpoint} needs the field prompt" in " ".join(result.stderr.split())
+
+
 def test_a_text_is_a_dataset_of_its_lines(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     assert read_dataset(tmp_path / "prompts.txt") == [Prompt("one"), Prompt("two")]
+
+
+def test_a_line_of_a_dataset_ends_with_a_newline_alone(tmp_path: Path) -> None:
+    text = "a\u2028b\x85c\x0cd"
+    line = json.dumps({"prompt": text}, ensure_ascii=False)
+    (tmp_path / "prompts.jsonl").write_text(f"\ufeff{line}\r\n{line}\n", encoding="utf-8", newline="")
+    assert read_dataset(tmp_path / "prompts.jsonl") == [Prompt(text), Prompt(text)]
 
 
 def test_times_count_from_when_a_request_was_due_and_goodput_needs_every_figure() -> None:

@@ -126,6 +126,46 @@ def test_bytes_that_are_no_text_do_not_end_the_conversation(studio: Server, tmp_
     assert (done.returncode, done.stdout.decode()) == (0, "a\ufffd" * 3 + "\nhellohellohello\n"), done.stderr
 
 
+def test_a_character_that_the_terminal_does_not_have_does_not_end_the_conversation(
+    studio: Server, tmp_path: Path
+) -> None:
+    code, out, err = pipe(tmp_path, "5 → 6\nnext\n", "--url", studio.url, PYTHONIOENCODING="iso-8859-1")
+    assert (code, out) == (0, 3 * "5 ? 6" + "\n" + 3 * "next" + "\n"), err
+
+
+@pytest.mark.parametrize("where", [["--url", "URL"], ["echo"]], ids=["server", "local"])
+def test_a_pipe_that_is_closed_ends_the_conversation_quietly(where: list[str], studio: Server, tmp_path: Path) -> None:
+    arguments = [each.replace("URL", studio.url) for each in where]
+    process = subprocess.Popen(
+        [*PROGRAM, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(tmp_path),
+        cwd=ROOT,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdin.write("one\n")
+    process.stdin.flush()
+    assert process.stdout.readline().startswith("one")
+    process.stdout.close()
+    process.stdin.write("two\n")
+    process.stdin.close()
+    with process.stderr as stderr:
+        err = stderr.read()
+    assert process.wait(WATCHDOG_S) == 1
+    assert "Traceback" not in err
+
+
+def test_without_standard_input_there_is_no_message(studio: Server, tmp_path: Path) -> None:
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", *PROGRAM, "--url", studio.url]
+    done = subprocess.run(command, env=environment(tmp_path), cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_local_pipeline_is_served_for_the_conversation(tmp_path: Path) -> None:
     code, out, err = pipe(tmp_path, "hello\n/model\n/quit\nnever sent\n", "echo", "--commands")
     assert (code, out) == (0, "hello\n"), err

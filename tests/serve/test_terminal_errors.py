@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,6 +38,9 @@ class Scripted:
     def __init__(self, model: str = "any") -> None:
         self.answers: list[tuple[int, bytes]] = []
         self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.media_type = "text/plain"
+        """Of an answer that is no stream of events."""
         self.listed: bytes = json.dumps({"data": [{"id": model}]}).encode()
         self.has_end = True
         """Whether an answer ends. One without an end goes on until the client leaves."""
@@ -49,13 +53,14 @@ class Scripted:
 
             def do_POST(self) -> None:
                 scripted.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                scripted.keys.append(self.headers["authorization"])
                 scripted.before_answer()
                 self.reply(*scripted.answers.pop(0))
 
             def reply(self, status: int, body: bytes) -> None:
                 self.send_response(status)
                 is_stream = body.startswith((b"data", b"event"))
-                self.send_header("content-type", "text/event-stream" if is_stream else "text/plain")
+                self.send_header("content-type", "text/event-stream" if is_stream else scripted.media_type)
                 if scripted.has_end or not is_stream:
                     self.send_header("content-length", str(len(body)))
                 self.end_headers()
@@ -278,3 +283,79 @@ def test_a_bare_server_that_dies_at_once_is_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "executable", "/bin/true")
     with pytest.raises(ServerError, match="ended before it printed its URL"):
         trio.run(start)
+
+
+@pytest.mark.parametrize("command", [["chat"], ["top", "--once"], ["bench"]])
+@pytest.mark.parametrize("key", ["schlüssel", "one\ntwo"])
+def test_a_key_that_no_header_can_carry_is_a_wrong_argument(command: list[str], key: str) -> None:
+    result = CliRunner().invoke(main, [*command, "--api-key", key])
+    assert result.exit_code == 2
+    assert "printable ASCII characters only" in result.stderr
+    assert key not in result.stderr
+
+
+def test_a_key_of_a_file_may_end_with_a_newline(scripted: Scripted) -> None:
+    scripted.answers = [answered({"content": "yes"})]
+    result = CliRunner().invoke(main, ["chat", "--url", scripted.url], input="hi\n", env={"OPENAI_API_KEY": "a key\n"})
+    assert (result.exit_code, result.stdout) == (0, "yes\n"), result.stderr
+    assert scripted.keys == ["Bearer a key"]
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("/audio ~no_such_user/a.wav", "Could not determine home directory"),
+        ("/save ~no_such_user/a.json", "Could not determine home directory"),
+        ("/audio a\0.wav", "embedded null"),
+        ("/save a\0.json", "embedded null"),
+        ("/audio {folder}/pipe.wav", "not a file"),
+        ("/image {folder}/folder.png", "not a file"),
+    ],
+)
+def test_a_path_that_is_no_file_is_one_line_and_the_conversation_goes_on(
+    command: str, reason: str, scripted: Scripted, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe.wav")
+    (tmp_path / "folder.png").mkdir()
+    scripted.answers = [answered({"content": "yes"})]
+    result = chat(scripted, f"{command.format(folder=tmp_path)}\nhi\n", "--commands")
+    assert (result.exit_code, result.stdout) == (1, "yes\n"), result.stderr
+    assert reason in " ".join(result.stderr.split())
+
+
+def test_thoughts_are_measured_as_text_and_not_printed(scripted: Scripted, tmp_path: Path) -> None:
+    thoughts = [{"reasoning_content": "hm"}, {"reasoning": "ah", "content": None}, {"reasoning": ["odd"]}]
+    answer = answered(*thoughts, {"content": "yes"})
+    scripted.answers = [answer]
+    file = tmp_path / "figures.json"
+    few = ["--requests", "1", "--warmup", "0", "--json", str(file)]
+    assert CliRunner().invoke(main, ["bench", "--url", scripted.url, *few]).exit_code == 0
+    assert json.loads(file.read_bytes())["figures"]["itl"]["count"] == 2
+    scripted.answers = [answer]
+    assert chat(scripted, "hi\n").stdout == "yes\n"
+
+
+@pytest.mark.parametrize(
+    ("media_type", "body", "kind"),
+    [
+        ("application/json", b'{"detail": "no voice"}', "1 × invalid answer"),
+        ("audio/pcm", b"", "1 × incomplete answer"),
+    ],
+)
+def test_speech_without_sound_is_an_error(media_type: str, body: bytes, kind: str, scripted: Scripted) -> None:
+    scripted.media_type, scripted.answers = media_type, [(200, body)]
+    few = ["--endpoint", "speech", "--requests", "1", "--warmup", "0"]
+    result = CliRunner().invoke(main, ["bench", "--url", scripted.url, *few])
+    assert result.exit_code == 1
+    assert f"errors: {kind}" in result.stdout
+
+
+def test_figures_that_cannot_be_written_are_printed(scripted: Scripted, tmp_path: Path) -> None:
+    (folder := tmp_path / "figures").mkdir()
+    scripted.before_answer = folder.rmdir
+    scripted.answers = [answered({"content": "yes"})]
+    few = ["--requests", "1", "--warmup", "0", "--json", str(folder / "figures.json")]
+    result = CliRunner().invoke(main, ["bench", "--url", scripted.url, *few])
+    assert "1 of 1 requests succeeded" in result.stdout
+    assert result.exit_code == 1
+    assert "a file cannot be written" in result.stderr

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -203,6 +204,21 @@ def test_the_live_screen_shows_a_death_and_the_loss_of_the_server(
     child.wait()
     assert child.exitstatus == 0
     assert "\x1b[?1049l" in child.before, "the screen of before is back"
+
+
+def test_a_terminal_that_goes_away_ends_the_command(studio: Server) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "omni_actors", "top", "--url", studio.url, "--interval", "0.1"]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=TERMINAL_ENVIRONMENT, cwd=ROOT
+    )
+    os.close(theirs)
+    drawn = b""
+    while b"mind.0" not in drawn:
+        drawn += os.read(ours, 4096)
+    os.close(ours)
+    _, err = process.communicate(timeout=WATCHDOG_S)
+    assert (process.returncode, err.decode()) == (0, "")
 
 
 def state(payload: int, messages: int) -> LiveState:

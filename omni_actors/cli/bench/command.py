@@ -20,10 +20,10 @@ from omni_actors.cli.bench.endpoints import ENDPOINTS, Ask
 from omni_actors.cli.bench.generator import Load, Run, run_load
 from omni_actors.cli.bench.summary import BOUNDED, Summary, summarize
 from omni_actors.cli.bench.workload import Arrivals, DatasetError, Prompt, made_prompts, read_dataset, repeated
-from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import notes, run
 from omni_actors.cli.server_client import open_server
 from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION, Number
+from omni_actors.plain_text import clean
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
@@ -96,7 +96,7 @@ def bench(
     fields = _extra(extra)
     prompts = _prompts(words, dataset, load)
     files = _Files(json_file, markdown_file, plot_file)
-    found: list[Summary] = []
+    found: list[tuple[Run, Summary]] = []
 
     async def work() -> None:
         async with (
@@ -107,12 +107,13 @@ def bench(
             ask = Ask(model=name, extra=fields, **asked)
             with notes.status(Text(f"asking {clean(name)} at {address}")) as status:
                 done = await run_load(server, load, ask, prompts, partial(_show, status, load))
-        found.append(summarize(done, load, bounds))
-        files.write(done, found[0])
+        found.append((done, summarize(done, load, bounds)))
 
     run(work)
-    click.echo(report.markdown(found[0]))
-    if found[0].errors:
+    [(done, summary)] = found
+    click.echo(report.markdown(summary))
+    files.write(done, summary)
+    if summary.errors:
         sys.exit(1)
 
 
@@ -130,17 +131,23 @@ class _Files:
                 raise click.BadParameter(f"there is no directory {path.parent}")
         if plot is not None:
             try:
-                import matplotlib  # noqa: F401 - a run of minutes should not fail at its end
+                accepted = report.plot_formats()  # a run of minutes should not fail at its end
             except ImportError as error:
                 raise click.UsageError("--plot needs matplotlib: pip install 'omni-actors[bench]'") from error
+            if plot.suffix.removeprefix(".").lower() not in accepted:
+                raise click.BadParameter(f"{plot}: accepted are {', '.join(accepted)}", param_hint="--plot")
 
     def write(self, done: Run, summary: Summary) -> None:
-        if self._json is not None:
-            self._json.write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
-        if self._markdown is not None:
-            self._markdown.write_text(report.markdown(summary) + "\n", encoding="utf-8")
-        if self._plot is not None:
-            report.plot(done, summary, self._plot)
+        """Write the files. Raises click.ClickException: one cannot be written."""
+        try:
+            if self._json is not None:
+                self._json.write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+            if self._markdown is not None:
+                self._markdown.write_text(report.markdown(summary) + "\n", encoding="utf-8")
+            if self._plot is not None:
+                report.plot(done, summary, self._plot)
+        except OSError as error:
+            raise click.ClickException(f"a file cannot be written: {error}") from error
 
 
 def _prompts(words: str, dataset: Path | None, load: Load) -> Iterator[Prompt]:
@@ -151,6 +158,9 @@ def _prompts(words: str, dataset: Path | None, load: Load) -> Iterator[Prompt]:
             raise click.BadParameter(str(error), param_hint="--dataset") from error
         if load.endpoint == "transcriptions" and any(prompt.audio is None for prompt in found):
             raise click.BadParameter(f"{dataset}: {_NO_SOUND}", param_hint="--dataset")
+        if load.endpoint in ("completions", "images", "speech") and not all(prompt.prompt for prompt in found):
+            reason = f"the endpoint {load.endpoint} needs the field prompt in each line"
+            raise click.BadParameter(f"{dataset}: {reason}", param_hint="--dataset")
         return repeated(found, load.seed)
     if load.endpoint == "transcriptions":
         raise click.UsageError(_NO_SOUND)

@@ -18,7 +18,7 @@ import msgspec
 from omni_actors.cli.answer_events import answer_part
 from omni_actors.cli.bench.workload import Prompt
 from omni_actors.cli.measurement import Measurement
-from omni_actors.cli.server_client import MAX_EVENT_BYTES, decoding, events, read_body
+from omni_actors.cli.server_client import MAX_EVENT_BYTES, ServerError, decoding, events, read_body
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,11 +53,17 @@ async def _read_completion(response: httpx2.Response, measurement: Measurement) 
 
 
 async def _read_sound(response: httpx2.Response, measurement: Measurement) -> None:
-    """Read samples. A connection that breaks raises, so what ends is complete."""
+    """Read samples. A connection that breaks raises, so what ends is complete, unless it has no sound.
+
+    Raises ServerError: the answer is text.
+    """
+    media_type = response.headers.get("content-type", "")
+    if media_type.startswith(("application/json", "text/")):
+        raise ServerError("invalid answer", f"the answer has the type {media_type}, and not that of sound")
     async for piece in response.aiter_bytes():
         if piece:
             measurement.add_sound(len(piece), time.monotonic())
-    measurement.is_complete = True
+    measurement.is_complete = measurement.first_sound is not None
 
 
 class _TranscriptEvent(msgspec.Struct):

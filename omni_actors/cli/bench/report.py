@@ -53,8 +53,15 @@ def _number(value: float, unit: str) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
 
 
+def plot_formats() -> list[str]:
+    """Return the suffixes of the files that ``plot`` writes. Raises ImportError: matplotlib is not installed."""
+    from matplotlib.figure import Figure
+
+    return sorted(Figure().canvas.get_supported_filetypes())
+
+
 def plot(run: Run, summary: Summary, path: Path) -> None:
-    """Draw the distribution of each time, and the requests over time. path: a file of any format of matplotlib.
+    """Draw the distribution of each time, and the requests over time. path: a file of one of ``plot_formats``.
 
     Raises ImportError: matplotlib is not installed.
     """

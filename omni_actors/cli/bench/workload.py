@@ -45,7 +45,7 @@ def read_dataset(path: Path) -> list[Prompt]:
     """
     is_json = path.suffix == ".jsonl"
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # a line may hold U+2028
         if not line.strip():
             continue
         try:

@@ -18,7 +18,6 @@ from omni_actors.cli.chat.commands import COMMANDS, Quit, execute
 from omni_actors.cli.chat.reader import MessageTooLong, PipeReader, Reader
 from omni_actors.cli.chat.session import Session, Speech
 from omni_actors.cli.chat.sound import PLAYERS, find_player
-from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import helper_tasks, notes, run
 from omni_actors.cli.server_client import ServerError, open_server
 from omni_actors.command_line import (
@@ -32,6 +31,7 @@ from omni_actors.command_line import (
     verbose_option,
 )
 from omni_actors.errors import OmniError
+from omni_actors.plain_text import clean
 from omni_actors.serve.settings import ServerSettings
 
 _Address = tuple[str, str | None]

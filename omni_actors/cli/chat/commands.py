@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from omni_actors.cli.chat.session import Session
-from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import notes
 from omni_actors.errors import OmniError
+from omni_actors.plain_text import clean
 
 
 class Quit(Exception):
@@ -41,7 +41,11 @@ async def execute(session: Session, line: str) -> None:
 
 
 def _path(argument: str) -> Path:
-    return Path(argument).expanduser()
+    """Return the file that an argument names. Raises CommandFailed."""
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError as error:  # "~name" of a user that there is not
+        raise CommandFailed(f"{argument}: {error}") from error
 
 
 async def _help(session: Session, argument: str) -> None:
@@ -70,8 +74,8 @@ async def _save(session: Session, argument: str) -> None:
     path = _path(argument)
     try:
         session.conversation.save(path)
-    except OSError as error:
-        raise CommandFailed(f"{path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
+        raise CommandFailed(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     notes.print(f"saved: {path}", style="dim")
 
 

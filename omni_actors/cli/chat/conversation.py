@@ -98,8 +98,10 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 def _base64(path: Path) -> str:
     try:
+        if not path.is_file() and path.exists():  # a pipe would be waited for, and a device may have no end
+            raise CannotAttach(f"{path}: not a file")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise CannotAttach(f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB")
         return base64.b64encode(path.read_bytes()).decode()
-    except OSError as error:
-        raise CannotAttach(f"{path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
+        raise CannotAttach(f"{path}: {getattr(error, 'strerror', None) or error}") from error

@@ -16,9 +16,9 @@ from omni_actors.cli.answer_events import AnswerPart, answer_part
 from omni_actors.cli.chat.conversation import Conversation
 from omni_actors.cli.chat.sound import CannotWriteSound, SoundSink, sound_sink
 from omni_actors.cli.measurement import Measurement
-from omni_actors.cli.plain_text import clean
 from omni_actors.cli.running import notes
 from omni_actors.cli.server_client import Server, ServerError, events
+from omni_actors.plain_text import clean
 
 
 class Speech(msgspec.Struct, frozen=True, kw_only=True):

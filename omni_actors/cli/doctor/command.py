@@ -13,6 +13,7 @@ from rich.text import Text
 from omni_actors.cli.doctor import libraries, machine
 from omni_actors.cli.doctor.findings import Finding
 from omni_actors.command_line import PIPELINE
+from omni_actors.plain_text import clean
 from omni_actors.serve.settings import DEFAULTS
 
 STYLES = {"OK": "green", "warning": "yellow", "error": "bold red"}
@@ -56,7 +57,8 @@ def _print(checks: Iterable[Finding]) -> list[Finding]:
         if not found or found[-1].group != finding.group:
             console.print(Text(finding.group, style="bold"))
         found.append(finding)
-        line = Text.assemble((f"  {finding.status:8}", STYLES[finding.status]), f"{finding.name:17} {finding.found}")
+        found_text = clean(finding.found, keep_lines=True)
+        line = Text.assemble((f"  {finding.status:8}", STYLES[finding.status]), f"{finding.name:17} {found_text}")
         console.print(line)
         if finding.remedy:
             console.print(Text(f"{'':28}→ {finding.remedy}", style="dim"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import termios
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import click
@@ -72,14 +73,20 @@ class _Top:
 
     async def _live(self, source: StateSource, scope: trio.CancelScope) -> None:
         await source.arrived.wait()
-        async with trio.open_nursery() as nursery:
-            with _unbuffered(sys.stdin.fileno()) as keys:
-                nursery.start_soon(_wait_quit, keys, scope)
-                with Live(console=self._console, screen=True, auto_refresh=False) as live:
-                    while True:
-                        self._update(source)
-                        live.update(self._screen(source, lines=self._console.height), refresh=True)
-                        await trio.sleep(self._interval)
+        try:
+            async with trio.open_nursery() as nursery:
+                with _unbuffered(sys.stdin.fileno()) as keys:
+                    nursery.start_soon(_wait_quit, keys, scope)
+                    with Live(console=self._console, screen=True, auto_refresh=False) as live:
+                        while True:
+                            self._update(source)
+                            live.update(self._screen(source, lines=self._console.height), refresh=True)
+                            await trio.sleep(self._interval)
+        except* OSError as group:
+            _, others = group.split(_is_terminal_gone)
+            if others is not None:
+                raise others from None
+            scope.cancel()
 
     def _update(self, source: StateSource) -> None:
         assert source.state is not None
@@ -91,8 +98,12 @@ class _Top:
         return screen(source.state, self._rates, now=source.now(), url=self._url, lost=source.lost, space=space)
 
 
+def _is_terminal_gone(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EIO
+
+
 async def _wait_quit(keys: int, scope: trio.CancelScope) -> None:
-    """Cancel the scope when a key of ``QUIT`` is pressed, or the terminal is gone."""
+    """Cancel the scope when a key of ``QUIT`` is pressed. Raises OSError (EIO): the terminal was closed."""
     while True:
         await trio.lowlevel.wait_readable(keys)
         pressed = os.read(keys, 64)
@@ -102,7 +113,7 @@ async def _wait_quit(keys: int, scope: trio.CancelScope) -> None:
 
 @contextmanager
 def _unbuffered(terminal: int) -> Iterator[int]:
-    """Let the block read single keys of a terminal, which is then as before."""
+    """Let the block read single keys of a terminal, which is then as before, unless it was closed."""
     before = termios.tcgetattr(terminal)
     tty.setcbreak(terminal)
     keys = termios.tcgetattr(terminal)
@@ -111,4 +122,5 @@ def _unbuffered(terminal: int) -> Iterator[int]:
     try:
         yield terminal
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        with suppress(termios.error):
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)

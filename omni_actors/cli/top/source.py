@@ -9,8 +9,8 @@ import httpx2
 import msgspec
 import trio
 
-from omni_actors.cli.plain_text import clean
 from omni_actors.cli.server_client import Server, ServerError, decoding, events
+from omni_actors.plain_text import clean
 from omni_actors.serve.api.merge_patch import apply_patch
 from omni_actors.system import LiveState
 

@@ -7,11 +7,13 @@ Rules
    body, the gate does not keep it. The gate keeps no reference to a body that its handler has taken.
 3. A refusal is sent at once. The connection discards the rest of the body (``BufferedSocket.linger``).
 4. A WebSocket is refused as an HTTP request is, with a status. Browsers cannot send the key in a header, so a client
-   may send it as the subprotocol ``openai-insecure-api-key.KEY``.
+   may send it as the subprotocol ``openai-insecure-api-key.KEY``. A subprotocol cannot hold every character that a key
+   may have ("/", "=", …), so a client may also send ``omni-actors-base64url-api-key.KEY`` with the key in base64url.
 """
 
 from __future__ import annotations
 
+import base64
 import hmac
 from collections.abc import Callable, Collection, Iterable
 
@@ -26,6 +28,8 @@ BODY_TIMEOUT_S = 60.0
 """From the head to the end of the body. No byte in between extends it."""
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 """The beginning of the subprotocol by which a browser sends the key."""
+ENCODED_KEY_SUBPROTOCOL = "omni-actors-base64url-api-key."
+"""The beginning of the subprotocol by which a browser sends the key in base64url, without padding."""
 
 
 class RequestGate:
@@ -148,8 +152,11 @@ def has_valid_key(headers: Iterable[tuple[bytes, bytes]], key: str | None) -> bo
 
 def is_key_subprotocol(subprotocol: str, key: str | None) -> bool:
     """Return whether a subprotocol carries ``key``."""
-    given = subprotocol.removeprefix(KEY_SUBPROTOCOL)
-    return key is not None and given != subprotocol and hmac.compare_digest(given.encode(), key.encode())
+    if key is None:
+        return False
+    encoded = base64.urlsafe_b64encode(key.encode()).rstrip(b"=").decode()
+    accepted = (KEY_SUBPROTOCOL + key, ENCODED_KEY_SUBPROTOCOL + encoded)
+    return any(hmac.compare_digest(subprotocol.encode(), each.encode()) for each in accepted)
 
 
 def _declared_bytes(scope: Scope) -> int:

@@ -22,6 +22,7 @@ name: painter
 stages:
   easel: {engine: "tests.support.painting_engine:PaintingEngine", accepts: [messages, image], emits: image}
 """
+EXAMPLE = "[...document.querySelectorAll('dialog[open] pre')].map((each) => each.innerText)"
 PICTURE = {"image_url": "data:image/png;base64," + 100 * "A"}
 
 
@@ -38,6 +39,15 @@ def page(painter: Server) -> Iterator[Page]:
         page.wait("document.querySelector('#question')")
         yield page
         assert page.errors == []
+
+
+def test_before_there_is_a_call_the_example_is_what_the_pipeline_can_do(page: Page) -> None:
+    page.key("c", "KeyC", "c")
+    curl, python = page.wait(f"{EXAMPLE}.length && {EXAMPLE}")
+    page.key("Escape", "Escape")
+    page.wait("!document.querySelector('dialog')")
+    assert "/v1/images/generations" in curl
+    assert "client.images.generate(" in python
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,10 +32,11 @@ WebSocket.prototype.send = function (data) {
 window.WebSocket = class extends WebSocket {
   constructor(...args) { super(...args); seen.sockets += 1; }
   set onmessage(take) {
+    this.take = take;
     super.onmessage = (event) => {
       seen.received.push(JSON.parse(event.data));
-      if (window.holds) seen.held.push(() => take(event));
-      else take(event);
+      if (window.holds) seen.held.push(() => this.take?.(event));
+      else this.take?.(event);
     };
   }
 };
@@ -316,6 +318,7 @@ def test_a_pipeline_that_hears_and_does_not_speak_answers_in_text(start: Start) 
         speak(page)
         page.wait("document.querySelector('.message.assistant')?.dataset.state === 'done'")
         assert page.evaluate(MODE) == "push"
+        assert page.evaluate("document.querySelectorAll('.message.assistant .w:not(.heard)').length") == 0
         assert page.evaluate("document.querySelector('.composer .error')") is None
         assert page.errors == []
 
@@ -330,3 +333,82 @@ def test_space_while_hands_free_waits_for_the_microphone_keeps_the_mode(page: Pa
     page.wait(f"{MODE}.then((mode) => mode !== 'connecting')")
     assert page.evaluate(MODE) == "hands-free"
     assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [1, 1, 1]
+
+
+def test_a_microphone_that_is_unplugged_ends_hands_free_mode_with_the_reason(page: Page) -> None:
+    page.key("h", "KeyH", "h")
+    page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
+    page.evaluate("void seen.streams[0].getTracks()[0].dispatchEvent(new Event('ended'))")
+    page.wait("document.querySelector('.composer .error')?.innerText.includes('unplugged')", timeout_s=10)
+    assert page.evaluate(f"{MODE}") == "off"
+    assert page.evaluate("seen.socket.readyState >= WebSocket.CLOSING")
+
+
+def test_a_page_that_may_not_use_the_microphone_says_why(page: Page) -> None:
+    page.evaluate("void Object.defineProperty(navigator, 'mediaDevices', {value: undefined})")  # as on http: pages
+    page.key("h", "KeyH", "h")
+    page.wait("document.querySelector('.composer .error')?.innerText.includes('only to https: pages')", timeout_s=10)
+
+
+def test_what_arrives_after_the_end_of_a_session_begins_no_answer(page: Page) -> None:
+    speak(page)
+    received(page, "response.created")
+    page.evaluate("window.holds = true")
+    page.wait("seen.held.length > 3")
+    page.key("h", "KeyH", "h")
+    page.key("h", "KeyH", "h")
+    page.wait(f"{MODE}.then((mode) => mode === 'off')")
+    before = page.evaluate("document.querySelectorAll('.message').length")
+    page.evaluate("seen.held.splice(0).forEach((take) => take())")
+    page.evaluate("new Promise((resolve) => setTimeout(resolve, 100))")  # time to show what must not come
+    assert page.evaluate("document.querySelectorAll('.message').length") == before
+    assert page.evaluate("document.querySelectorAll('.message[data-state=open]').length") == 0
+    assert page.evaluate("document.querySelector('#stop')") is None
+
+
+def test_the_end_of_a_session_s_time_is_told(start: Start) -> None:
+    with start("--session-s", "1") as server, open_page() as page:
+        page.open(server.url)
+        page.wait("document.querySelector('#hands-free')")
+        page.click("#hands-free")
+        page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
+        page.wait("document.querySelector('.composer .error')?.innerText.includes('are over')", timeout_s=15)
+        assert page.evaluate(MODE) == "off"
+        assert page.errors == []
+
+
+def test_a_session_that_the_server_refuses_and_one_that_it_ends_are_told(start: Start) -> None:
+    error = "document.querySelector('.composer .error')?.innerText || ''"
+    with start("--max-sessions", "1") as server, open_page() as first, open_page() as second:
+        for page in (first, second):
+            page.open(server.url)
+            page.wait("document.querySelector('#hands-free')")
+        first.click("#hands-free")
+        first.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
+        second.click("#hands-free")
+        second.wait(f"({error}).includes('no place for another session')")
+        server.ends_by(signal.SIGTERM)
+        first.wait(f"({error}).includes('shutting down')")
+
+
+KEY = "a/b+c=d, e"
+"""Of characters that a subprotocol of a WebSocket cannot have."""
+
+
+def test_a_key_of_any_characters_opens_a_session(start: Start) -> None:
+    with start(api_key=KEY) as server, open_page() as page:
+        page.open(server.url)
+        page.wait("document.querySelector('input[type=password]')")
+        page.click("input[type=password]")
+        page.type("schlüssel")
+        page.wait("document.querySelector('.key')?.innerText.includes('printable ASCII')")
+        assert page.evaluate("document.querySelector('.key button').disabled")
+        page.key("Enter", "Enter", "\r")
+        page.evaluate("document.activeElement.select()")
+        page.type(KEY)
+        page.wait("!document.querySelector('.key button').disabled")
+        page.key("Enter", "Enter", "\r")
+        page.wait("document.querySelector('#hands-free')")
+        page.click("#hands-free")
+        page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
+        assert [error for error in page.errors if "401" not in error] == []

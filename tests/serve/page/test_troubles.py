@@ -54,6 +54,53 @@ def test_a_refused_stream_is_shown_with_the_server_s_reason(page: Page, studio: 
     assert unexpected(page) == []
 
 
+IMPATIENT = """
+window.patient = window.setTimeout;
+window.setTimeout = (run, ms, ...more) => patient(run, ms === 30_000 ? 300 : ms, ...more);
+"""
+"""The page waits for the server for 0.3 s instead of 30 s."""
+
+
+def test_a_server_that_is_silent_is_lost_and_found_again(page: Page, studio: Server) -> None:
+    page.open(studio.url)
+    page.wait("document.querySelector('.status')?.dataset.state === 'ready'")
+    page.evaluate(f"(() => {{ {IMPATIENT} }})()")
+    body = {"model": "studio", "messages": [{"role": "user", "content": "hello"}]}
+    assert studio.http.post("/v1/chat/completions", json=body).status_code == 200
+    page.wait(f"({PROBLEM}).includes('has sent nothing for 30 s')")
+    page.evaluate("void (window.setTimeout = patient)")
+    page.wait(f"({PROBLEM}) === '' && document.querySelector('.status').dataset.state === 'ready'")
+    assert unexpected(page) == []
+
+
+HIDE = """
+window.patient ||= window.setTimeout;
+window.setTimeout = (run, ms, ...more) => patient(run, ms === 10_000 ? 100 : ms, ...more);
+Object.defineProperty(document, 'hidden', {value: HIDDEN, configurable: true});
+document.dispatchEvent(new Event('visibilitychange'));
+"""
+"""Another tab is chosen, or this one again. The page waits for 0.1 s instead of 10 s."""
+
+
+def test_a_hidden_page_leaves_its_stream_to_other_viewers(page: Page, studio: Server) -> None:
+    def is_full() -> bool:
+        with client.stream("GET", "/v1/state", params={"stream": "true"}) as another:
+            return another.status_code == 503
+
+    page.open(studio.url)
+    page.wait("document.querySelector('.status')?.dataset.state === 'ready'")
+    with ExitStack() as viewers, httpx.Client(base_url=studio.url) as client:
+        for _ in range(MAX_VIEWERS - 1):
+            viewers.enter_context(client.stream("GET", "/v1/state", params={"stream": "true"}))
+        assert is_full()
+        page.evaluate(f"(() => {{ {HIDE.replace('HIDDEN', 'true')} }})()")
+        studio.wait(lambda: not is_full(), "the page to leave")
+        page.evaluate(f"(() => {{ {HIDE.replace('HIDDEN', 'false')} }})()")
+        studio.wait(is_full, "the page to come back")
+        assert page.evaluate(PROBLEM) == ""
+    assert unexpected(page) == []
+
+
 def test_the_page_says_why_it_cannot_start_and_starts_later(page: Page, studio: Server) -> None:
     page.block("*/page/facts")
     page.open(studio.url)

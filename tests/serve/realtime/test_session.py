@@ -331,7 +331,8 @@ def test_sessions_are_refused_with_a_status(start: Start) -> None:
             return int(caught.value.response.status_code)
 
         assert status(additional_headers={}) == 401
-        assert status(additional_headers={}, subprotocols=["realtime", "openai-insecure-api-key.open"]) == 401
+        for key in ("openai-insecure-api-key.open", "omni-actors-base64url-api-key.b3Blbg"):
+            assert status(additional_headers={}, subprotocols=["realtime", key]) == 401
         assert status("?model=other") == 404
         assert status("?intent=transcription") == 400
         assert status("s") == 404
@@ -341,6 +342,10 @@ def test_sessions_are_refused_with_a_status(start: Start) -> None:
             assert talk.websocket.subprotocol == "realtime"
             assert status() == 429
             assert server.metric("omni_realtime_sessions") == 1
+        server.wait_metric("omni_realtime_sessions", 0)
+        encoded = "omni-actors-base64url-api-key.c2VzYW1l"
+        with session(server, subprotocols=["realtime", encoded], origin="https://x.example") as talk:
+            assert talk.websocket.subprotocol == "realtime"
         server.wait_metric("omni_realtime_sessions", 0)
         with session(server, additional_headers={"authorization": "Bearer sesame"}) as talk:
             talk.websocket.send("x" * 10_001)

@@ -5,6 +5,13 @@ const KEY = "omni_actors.key";
 export const key = {
   get: () => sessionStorage.getItem(KEY) || "",
   set: (value) => sessionStorage.setItem(KEY, value.trim()),
+  // Whether a header can carry it. The server accepts no other key.
+  isPossible: (value) => /^[\x20-\x7e]+$/.test(value.trim()),
+  // The key as a subprotocol of a WebSocket, which cannot hold every character of a key: in base64url.
+  get subprotocol() {
+    const encoded = btoa(key.get()).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+    return `omni-actors-base64url-api-key.${encoded}`;
+  },
 };
 
 // What the server or the network did not do. status: 0 without an answer. retryAfterS: what the server asks for, or null.
@@ -38,13 +45,25 @@ export async function call(path, { body, method, signal } = {}) {
   throw new ApiError(response.status, error?.message || `the server answered ${response.status}`, retryAfterS);
 }
 
-// Yields [name, data] of each server-sent event of a response. Data that is not JSON, such as [DONE], ends the stream.
-export async function* events(response) {
+// Returns what `reader` reads next. Throws ApiError if the connection breaks, or sends nothing for `silenceMs`.
+async function read(reader, silenceMs) {
+  let timer;
+  const silence = new Promise((_, reject) => {
+    const message = `the server has sent nothing for ${silenceMs / 1000} s`;
+    if (silenceMs !== null) timer = setTimeout(() => reject(new ApiError(0, message)), silenceMs);
+  });
+  const data = reader.read().catch((error) => refuse(error, "the connection to the server was lost"));
+  return Promise.race([data, silence]).finally(() => clearTimeout(timer));
+}
+
+// Yields [name, data] of each server-sent event of a response, until its end or the event [DONE]. silenceMs: the
+// longest time without a byte, for a stream that is never silent for so long; null: no limit.
+export async function* events(response, silenceMs = null) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read().catch((error) => refuse(error, "the connection to the server was lost"));
+      const { value, done } = await read(reader, silenceMs);
       if (done) return;
       const parts = (pending + value).split("\n\n");
       pending = parts.pop();

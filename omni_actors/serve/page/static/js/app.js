@@ -5,7 +5,7 @@ import { call } from "./api.js";
 import { Deaths } from "./deaths.js";
 import { Diagram } from "./diagram.js";
 import { KeyPrompt, SameCall, Shortcuts } from "./dialogs.js";
-import { abilities, chosen, follow, live, retryMs } from "./live.js";
+import { abilities, chosen, follow, live, replicasOf, retryMs } from "./live.js";
 import { RequestList } from "./requests.js";
 import { Sparks } from "./sparks.js";
 import { pause, useStore } from "./store.js";
@@ -62,7 +62,9 @@ function choose(event) {
 }
 
 function Header({ state, isConnected, theme, toggleTheme, setDialog, pipelines }) {
-  const status = !isConnected ? "no connection" : state.ready ? "ready" : state.errored ? "failed" : "loading";
+  const isRestarting = replicasOf(state).some(({ replica }) => replica.state === "restarting");
+  const status = !isConnected ? "no connection" : state.ready ? "ready" : state.errored ? "failed"
+    : isRestarting ? "restarting" : "loading";
   return html`<header class="bar">
     <span class="brand"><span class="mark" aria-hidden="true"></span>omni_actors</span>
     ${pipelines.length > 1 ? html`<select aria-label="pipeline" value=${state.pipeline} onChange=${choose}>
@@ -70,7 +72,8 @@ function Header({ state, isConnected, theme, toggleTheme, setDialog, pipelines }
       : html`<span class="model">${state.pipeline}</span>`}
     <span class="status" data-state=${status} role="status"><i class="dot" aria-hidden="true"></i>${status}</span>
     <span class="space"></span>
-    <button type="button" class="quiet" onClick=${() => setDialog("call")}>The same call</button>
+    <button type="button" class="quiet" onClick=${() => setDialog("call")}>
+      <span class="long">The same call</span><span class="short">Call</span></button>
     <button type="button" class="quiet" onClick=${toggleTheme} aria-label="dark or light">
       ${theme === "dark" ? "Light" : "Dark"}</button>
     <button type="button" class="quiet" onClick=${() => setDialog("keys")} aria-label="keys">?</button>
@@ -119,7 +122,7 @@ function App({ facts }) {
       <div class="side"><${Sparks} ...${shared} /><${RequestList} /><${Deaths} /></div>
     </div>
     ${dialog === "keys" ? html`<${Shortcuts} onClose=${close} />` : null}
-    ${dialog === "call" ? html`<${SameCall} model=${state.pipeline} needsKey=${facts.needs_key} onClose=${close} />` : null}`;
+    ${dialog === "call" ? html`<${SameCall} model=${state.pipeline} can=${can} needsKey=${facts.needs_key} onClose=${close} />` : null}`;
 }
 
 // Returns what the page must know of the server. While that fails, the page says why.
@@ -142,7 +145,6 @@ async function main() {
   const facts = await loadFacts(place);
   if (facts === null) return;
   render(null, place);
-  place.replaceChildren();
   place.replaceChildren();
   place.removeAttribute("aria-busy");
   document.body.querySelector(":scope > header").remove();

@@ -8,6 +8,7 @@ import { Wave } from "./wave.js";
 import { Words } from "./words.js";
 
 const PICTURE_BYTES = 8 * 1024 * 1024;
+const NEAR_END = 40; // pixels from the end of the messages within which the list follows the answer
 
 function Message({ message }) {
   const { role, state, error, pictures, isPreview, firstSound } = message;
@@ -29,6 +30,7 @@ function readPicture(file, done, failed) {
   if (file.size > PICTURE_BYTES) return failed("the picture is larger than 8 MB");
   const reader = new FileReader();
   reader.onload = () => done(reader.result);
+  reader.onerror = () => failed(`the picture cannot be read: ${reader.error.message}`);
   return reader.readAsDataURL(file);
 }
 
@@ -47,6 +49,7 @@ function Composer({ model, can, hasRealtime, isPlaying }) {
     if (!request) return;
     setText("");
     setPicture(null);
+    setProblem(null);
     interrupt();
     if (isDrawing) draw(model, request, picture);
     else ask(model, request, { isSpoken: can.speaks && spoken, pictures: picture ? [picture] : [] });
@@ -77,6 +80,7 @@ function Composer({ model, can, hasRealtime, isPlaying }) {
         onChange=${(event) => setDraws(event.target.checked)} /> Draw</label>` : null}
       ${can.sees ? html`<label class="file">Picture<input type="file" accept="image/*" onChange=${(event) => {
         const [file] = event.target.files;
+        setProblem(null);
         if (file) readPicture(file, setPicture, setProblem);
         event.target.value = "";
       }} /></label>` : null}
@@ -93,15 +97,25 @@ export function Chat({ model, can, hasRealtime, theme }) {
   const { messages } = useStore(talk);
   const { mode } = useStore(voice);
   const list = useRef();
+  const isAtEnd = useRef(true); // a viewer who has scrolled back to read stays there
+  const onScroll = ({ currentTarget: each }) => {
+    isAtEnd.current = each.scrollHeight - each.scrollTop - each.clientHeight < NEAR_END;
+  };
+  const followEnd = () => isAtEnd.current && list.current.scrollTo({ top: list.current.scrollHeight });
   const last = messages.at(-1);
-  useEffect(() => list.current?.scrollTo({ top: list.current.scrollHeight }), [messages.length, last?.text.length]);
+  useEffect(() => {
+    isAtEnd.current = true; // a new message is shown
+    followEnd();
+  }, [last?.id]);
+  useEffect(() => void followEnd(), [last?.text.length]);
   const isPlaying = messages.some((each) => each.player?.isPlaying);
   useClock(250, isPlaying);
   const isActive = mode !== "off" || isPlaying || last?.state === "open";
   const hasSound = can.speaks || can.hears;
   return html`<section class="panel chat" aria-label="Conversation">
     <h2>Conversation</h2>
-    <ol class="messages" ref=${list} aria-live="polite" tabindex="0">
+    <ol class="messages" ref=${list} aria-label="Messages" aria-live="polite" aria-busy=${last?.state === "open"}
+      tabindex="0" onScroll=${onScroll} onLoadCapture=${followEnd}>
       ${messages.length ? messages.map((each) => html`<${Message} key=${each.id} message=${each} />`)
         : html`<li class="hint">${can.chats ? "Type a question" : "Describe a picture"}${can.hears && hasRealtime
           ? ", or hold the space bar and say it." : "."} Press <kbd>?</kbd> for the keys.</li>`}

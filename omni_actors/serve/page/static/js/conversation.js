@@ -6,18 +6,19 @@ import { Store, pause } from "./store.js";
 
 const TAIL_S = 0.4; // an answer of which less is left counts as heard
 const FULL_MS = 200; // between two looks whether a full player has room again
-const KEPT = 10; // earlier messages that a question brings along
+const KEPT = 10; // messages of a question, with the earlier ones that it brings along
+const PICTURE_LETTERS = 24e6; // of all pictures of a question: a server takes bodies of 32 MiB by default
 const LETTERS_PER_S = 14; // the usual pace of speech
 export const MAX_MESSAGES = 100; // that the page keeps; older ones are dropped
 
-// messages: {id, role, text, state, player, heard, pictures, error}. heard: how many letters of a stopped answer were
-// heard; of others null. lastCall: the latest request, for "the same call".
+// messages: {id, role, text, state, player, heard, pictures, isPrompt, error}. heard: how many letters of a stopped answer
+// were heard; of others null. isPrompt: whether it asks for a picture. lastCall: the latest request, for "the same call".
 export const talk = new Store({ messages: [], lastCall: null, isBusy: false, spoken: true });
 let running = null; // the AbortController of the answer that is being made
 let count = 0;
 
 export function addMessage(fields) {
-  const empty = { text: "", state: "open", pictures: [], player: null, heard: null, error: null };
+  const empty = { text: "", state: "open", pictures: [], player: null, heard: null, isPrompt: false, error: null };
   const message = { id: ++count, ...empty, ...fields };
   talk.update({ messages: [...talk.value.messages, message].slice(-MAX_MESSAGES) });
   return message;
@@ -33,7 +34,8 @@ export function changed(message, fields = {}) {
 // usual pace of speech.
 export function heardLetters({ text, player, state, heard }) {
   if (heard !== null) return heard;
-  if (!player || !player.received) return player ? 0 : text.length;
+  if (!player || (state !== "open" && !player.received)) return text.length; // it is not spoken
+  if (!player.received) return 0;
   const { played, received } = player;
   if (state === "done" && played >= received - 0.02) return text.length;
   return Math.min(text.length, state === "open" ? played * LETTERS_PER_S : (text.length * played) / received);
@@ -67,20 +69,40 @@ function remembered({ text, heard }) {
 }
 
 function parts(message) {
-  const text = remembered(message);
-  if (!message.pictures.length || message.role !== "user") return text;
-  const pictures = message.pictures.map((url) => ({ type: "image_url", image_url: { url } }));
-  return [...pictures, { type: "text", text }];
+  const pictures = message.role === "user" ? message.pictures : [];
+  return [...pictures.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: remembered(message) }];
+}
+
+// Returns the messages of a question: those before it, without prompts for pictures and without what failed. The oldest
+// pictures are left out if they are too large together. Neighbours of one role become one message, and the first one is
+// the user's: chat templates may refuse anything else.
+function remembering(messages) {
+  const kept = messages.filter((each) => remembered(each) && each.state !== "failed" && !each.isPrompt).slice(-KEPT);
+  let room = PICTURE_LETTERS;
+  const fits = ({ image_url: picture }) => !picture || (room -= picture.url.length) >= 0;
+  const found = [];
+  for (const each of kept.reverse()) {
+    const fitting = parts(each).filter(fits);
+    if (found[0]?.role === each.role) found[0].content.unshift(...fitting);
+    else found.unshift({ role: each.role, content: fitting });
+  }
+  return found[0]?.role === "assistant" ? found.slice(1) : found;
+}
+
+// Returns parts as the API writes them: text alone is a string.
+function content(found) {
+  return found.every((each) => each.type === "text") ? found.map((each) => each.text).join("\n") : found;
 }
 
 export function chatBody(model, messages, isSpoken) {
-  const body = { model, messages: messages.map((each) => ({ role: each.role, content: parts(each) })), stream: true };
+  const sent = remembering(messages).map((each) => ({ role: each.role, content: content(each.content) }));
+  const body = { model, messages: sent, stream: true };
   if (isSpoken) Object.assign(body, { modalities: ["text", "audio"], audio: { format: "pcm16", voice: "any" } });
   return body;
 }
 
-// Runs `work`, which `stopAnswer` aborts; `answer` gets its error.
-async function abortably(answer, work) {
+// Runs `work`, which `stopAnswer` aborts; `answer` gets its error. Later questions do not bring a failed one along.
+async function abortably({ question, answer }, work) {
   const mine = new AbortController();
   running = mine;
   talk.update({ isBusy: true });
@@ -89,7 +111,10 @@ async function abortably(answer, work) {
     if (answer.state === "open") changed(answer, { state: "done" });
   } catch (error) {
     if (error.name === "AbortError") changed(answer, { state: "stopped" });
-    else changed(answer, { state: "failed", error: error.message });
+    else {
+      changed(question, { state: "failed" });
+      changed(answer, { state: "failed", error: error.message });
+    }
   } finally {
     if (running === mine) {
       running = null;
@@ -101,16 +126,17 @@ async function abortably(answer, work) {
 // Asks a typed question, and streams the answer's text and, if the pipeline speaks, its sound. The caller has called
 // `interrupt`.
 export async function ask(model, text, { isSpoken, pictures = [] }) {
-  addMessage({ role: "user", text, pictures, state: "done" });
-  const earlier = talk.value.messages.filter((each) => remembered(each) && each.state !== "failed").slice(-KEPT);
-  const body = chatBody(model, earlier, isSpoken);
+  const question = addMessage({ role: "user", text, pictures, state: "done" });
+  const body = chatBody(model, talk.value.messages, isSpoken);
   const answer = addMessage({ role: "assistant", asked: performance.now() });
   if (isSpoken) answer.player = new Player();
   talk.update({ lastCall: { path: "/v1/chat/completions", body } });
-  await abortably(answer, async (signal) => {
+  await abortably({ question, answer }, async (signal) => {
+    let isComplete = false;
     for await (const [, chunk] of events(await call("/v1/chat/completions", { body, signal }))) {
       if (chunk.error) throw new Error(chunk.error.message);
       const delta = chunk.choices?.[0]?.delta || {};
+      isComplete ||= Boolean(chunk.choices?.[0]?.finish_reason);
       const said = typeof delta.content === "string" ? delta.content : delta.audio?.transcript;
       if (said) changed(answer, { text: answer.text + said });
       if (delta.audio?.data) {
@@ -120,24 +146,27 @@ export async function ask(model, text, { isSpoken, pictures = [] }) {
         while (answer.player.isFull) await pause(FULL_MS); // the server waits, too
       }
     }
+    if (!isComplete) throw new Error("the connection ended before the answer did");
   });
 }
 
 // Asks for a picture of a prompt, or for a change of the given one, and shows the previews on the way. The caller has
 // called `interrupt`.
 export async function draw(model, prompt, picture) {
-  addMessage({ role: "user", text: prompt, pictures: picture ? [picture] : [], state: "done" });
+  const pictures = picture ? [picture] : [];
+  const question = addMessage({ role: "user", text: prompt, pictures, isPrompt: true, state: "done" });
   const answer = addMessage({ role: "assistant" });
   const path = picture ? "/v1/images/edits" : "/v1/images/generations";
   const body = { model, prompt, stream: true, partial_images: 3 };
   if (picture) body.images = [{ image_url: picture }];
   talk.update({ lastCall: { path, body } });
-  await abortably(answer, async (signal) => {
+  await abortably({ question, answer }, async (signal) => {
     for await (const [, event] of events(await call(path, { body, signal }))) {
       if (event.error) throw new Error(event.error.message);
       if (!event.b64_json) continue;
       const isPreview = event.type?.endsWith("partial_image");
       changed(answer, { pictures: [`data:image/png;base64,${event.b64_json}`], isPreview });
     }
+    if (answer.isPreview !== false) throw new Error("the connection ended before the picture was finished");
   });
 }

@@ -18,7 +18,8 @@ function Replica({ stage, number, replica, recovered, hasChaos, limit }) {
   return html`<div class="replica" data-state=${label} title=${facts.join(", ")}>
     <div class="line"><i class="dot" aria-hidden="true"></i><b>${label}</b>
       ${replica.node ? html`<span class="node" title=${`on node ${replica.node}`}>${replica.node}</span>` : null}
-      <span class="figures">${replica.pid ? `pid ${replica.pid}` : "no worker"} · g${replica.generation}</span></div>
+      <span class="figures">${replica.pid ? html`<span class="unit">pid </span>${replica.pid}`
+        : "no worker"} · g${replica.generation}</span></div>
     <div class="line minor">${down !== null ? html`<span class="clock" role="timer">down ${seconds(down)}</span>`
         : recovered !== undefined ? html`<span class="recovered"
           title="from the latest death until the replica was ready">recovered in ${seconds(recovered)}</span>`
@@ -112,7 +113,7 @@ export function Diagram({ hasChaos }) {
       ${plan ? plan.clients.map((each) => html`<div class="client" style=${each.style}>${each.text}</div>`) : null}
       ${plan ? Object.entries(state.stages).map(([name, stage]) => html`<article key=${name} class="stage" tabindex="0"
         style=${plan.boxes[name].style} aria-label=${`stage ${name}`}>
-        <header><b>${name}</b><span>${stage.engine.split(":").pop()}</span></header>
+        <header><b title=${name}>${name}</b><span>${stage.engine.split(":").pop()}</span></header>
         ${Object.entries(stage.replicas).map(([number, replica]) => html`<${Replica} key=${number} stage=${name}
           number=${number} replica=${replica} recovered=${recoveries[`${name}.${number}`]} hasChaos=${hasChaos}
           limit=${stage.step_timeout_s} />`)}

@@ -16,11 +16,12 @@ export const SHORTCUTS = [
   ["Tab", "go through stages, requests and buttons"],
 ];
 
+// The browser closes the dialog, and gives the focus back to what had it before. Then `onClose` is called.
 export function Dialog({ title, onClose, children }) {
   const dialog = useRef();
   useEffect(() => dialog.current.showModal(), []);
   return html`<dialog ref=${dialog} onClose=${onClose} aria-label=${title}>
-    <header><h2>${title}</h2>${onClose ? html`<button type="button" class="quiet" onClick=${onClose}>Close</button>` : null}
+    <header><h2>${title}</h2><button type="button" class="quiet" onClick=${() => dialog.current.close()}>Close</button>
     </header>${children}</dialog>`;
 }
 
@@ -31,18 +32,21 @@ export function Shortcuts({ onClose }) {
 
 export function KeyPrompt({ onKey }) {
   const [value, setValue] = useState("");
-  const isWrong = Boolean(key.get());
+  const isPossible = key.isPossible(value);
+  const note = value.trim() && !isPossible ? "A key has printable ASCII characters only."
+    : key.get() ? "The server does not accept this key." : "It stays in this tab, and is gone when you close it.";
   const submit = (event) => {
     event.preventDefault();
+    if (!isPossible) return;
     key.set(value);
     onKey();
   };
   return html`<section class="panel key"><form onSubmit=${submit}>
     <h2>This server needs an API key</h2>
-    <p>${isWrong ? "The server does not accept this key." : "It stays in this tab, and is gone when you close it."}</p>
+    <p role="status">${note}</p>
     <input type="password" autocomplete="off" aria-label="API key" value=${value} autofocus
       onInput=${(event) => setValue(event.target.value)} />
-    <button class="primary" disabled=${!value.trim()}>Continue</button></form></section>`;
+    <button class="primary" disabled=${!isPossible}>Continue</button></form></section>`;
 }
 
 function shell(text) {
@@ -87,13 +91,33 @@ client = OpenAI(base_url="${location.origin}/v1", api_key=${apiKey})`;
   return `${client}\nfor event in client.${METHODS[path]}(\n${lines.join("\n")}\n):\n    print(event)`;
 }
 
-export function SameCall({ model, needsKey, onClose }) {
-  const example = { model, messages: [{ role: "user", content: "What is the capital of France?" }], stream: true };
-  const made = talk.value.lastCall || { path: "/v1/chat/completions", body: example };
-  const [copied, setCopied] = useState("");
-  const copy = (name, text) => navigator.clipboard.writeText(text).then(() => setCopied(name), () => setCopied("failed"));
+// What is shown before there is a call.
+function example(model, can) {
+  if (can.draws && !can.chats) {
+    return { path: "/v1/images/generations", body: { model, prompt: "a red circle", stream: true, partial_images: 3 } };
+  }
+  const messages = [{ role: "user", content: "What is the capital of France?" }];
+  return { path: "/v1/chat/completions", body: { model, messages, stream: true } };
+}
+
+// Only pages from https: and from localhost may write to the clipboard. Others select the text.
+async function toClipboard(text, place) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return "Copied";
+  } catch {
+    getSelection().selectAllChildren(place);
+    return "Selected: copy it with Ctrl+C";
+  }
+}
+
+export function SameCall({ model, can, needsKey, onClose }) {
+  const made = talk.value.lastCall || example(model, can);
+  const [done, setDone] = useState({});
+  const copy = async ({ currentTarget: button }, name, text) =>
+    setDone({ [name]: await toClipboard(text, button.parentElement.querySelector("pre")) });
   const found = [["curl", asCurl(made, needsKey)], ["Python", asPython(made, needsKey)]];
   return html`<${Dialog} title="The same call" onClose=${onClose}>${found.map(([name, text]) => html`<div class="code">
-    <h3>${name}</h3><button type="button" class="quiet" onClick=${() => copy(name, text)}>
-      ${copied === name ? "Copied" : "Copy"}</button><pre tabindex="0">${text}</pre></div>`)}<//>`;
+    <h3>${name}</h3><button type="button" class="quiet" onClick=${(event) => copy(event, name, text)}>
+      ${done[name] || "Copy"}</button><pre tabindex="0">${text}</pre></div>`)}<//>`;
 }

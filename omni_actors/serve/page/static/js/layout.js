@@ -1,11 +1,15 @@
-// Where the diagram's boxes and lines are. Wide: from left to right. Narrow, as on a phone: from top to bottom.
+// Where the diagram's boxes and lines are. Where there is room for the boxes, the flow goes from left to right, else, as
+// on a phone, from top to bottom.
 //
 // Stages stand in columns by their longest way from the input. A line to the next column goes straight. One that skips
 // columns takes a lane of its own beside the boxes: input from the client below them (narrow: to the left), everything
 // else above (to the right). Each line has a label with its rate and its ring's gauge.
 
 const CLIENT = "client";
-const WIDE = 760; // from this width on, the flow is horizontal
+const NARROWEST = 145; // the least width of a box in a horizontal flow: its buttons fit
+const WIDEST = 230; // and the most
+const WIDEST_BELOW = 460; // the most width of a box in a vertical flow
+const END = 44; // the width of the client's boxes
 const REPLICA = 40;
 const CHAOS = 30;
 const HEADER = 34;
@@ -13,7 +17,7 @@ const LANE = 24;
 const GAP = 18;
 
 function columnsOf(stages) {
-  const depth = {};
+  const depth = Object.create(null); // a stage may have the name of an object's property
   const visit = (name) => {
     depth[name] ??= 1 + Math.max(0, ...stages[name].inputs.map(visit));
     return depth[name];
@@ -38,7 +42,14 @@ export function layout(stages, width, hasChaos) {
   const { columns, depth } = columnsOf(stages);
   const edges = edgesOf(stages);
   const height = (name) => HEADER + Math.max(1, Object.keys(stages[name].replicas).length) * (REPLICA + (hasChaos ? CHAOS : 0));
-  return (width >= WIDE ? horizontal : vertical)({ columns, depth, edges, height, width });
+  const fits = widths(columns.length, width).box >= NARROWEST;
+  return (fits ? horizontal : vertical)({ columns, depth, edges, height, width });
+}
+
+// Returns the widths of a horizontal flow: of a box, and of the gap between two columns.
+function widths(columns, width) {
+  const gap = Math.max(56, Math.min(70, width / (columns * 4.5)));
+  return { gap, box: Math.min(WIDEST, (width - 2 * END - (columns + 1) * gap) / columns) };
 }
 
 // Returns the lines that skip something, apart by the side on which they pass it.
@@ -52,9 +63,8 @@ function sides(edges, skips) {
 
 function horizontal({ columns, depth, edges, height, width }) {
   const { below, above } = sides(edges, ({ from, to }) => (depth[to] ?? columns.length + 1) - (depth[from] ?? 0) > 1);
-  const client = 54;
-  const gap = Math.max(62, Math.min(70, width / (columns.length * 3)));
-  const boxWidth = Math.min(230, (width - 2 * client - (columns.length + 1) * gap) / columns.length);
+  const client = END;
+  const { gap, box: boxWidth } = widths(columns.length, width);
   const used = 2 * client + columns.length * boxWidth + (columns.length + 1) * gap;
   const left = (width - used) / 2;
   const top = above.length * LANE + 10;
@@ -100,7 +110,9 @@ function horizontal({ columns, depth, edges, height, width }) {
 function vertical({ columns, edges, height, width }) {
   const order = [CLIENT, ...columns.flat(), CLIENT];
   const { below, above } = sides(edges, ({ from, to }) => !order.some((name, at) => name === from && order[at + 1] === to));
-  const margin = { left: 14 + below.length * LANE, right: 14 + above.length * LANE };
+  const lanes = { left: 14 + below.length * LANE, right: 14 + above.length * LANE };
+  const spare = Math.max(0, width - lanes.left - lanes.right - WIDEST_BELOW) / 2;
+  const margin = { left: lanes.left + spare, right: lanes.right + spare };
   const client = 30;
   const gap = 40;
   const inner = width - margin.left - margin.right;
@@ -122,7 +134,7 @@ function vertical({ columns, edges, height, width }) {
       const x = a.x + a.w / 2;
       return { ...edge, path: `M${x} ${a.y + a.h}V${b.y - 2}`, label: { x: x + 46, y: (a.y + a.h + b.y) / 2 } };
     }
-    const lane = isLeft ? 10 + below.indexOf(edge) * LANE : width - 10 - above.indexOf(edge) * LANE;
+    const lane = isLeft ? spare + 10 + below.indexOf(edge) * LANE : width - spare - 10 - above.indexOf(edge) * LANE;
     const [x1, x2] = isLeft ? [a.x, b.x - 2] : [a.x + a.w, b.x + b.w + 2];
     const [y1, y2] = [a.y + a.h * (isLeft ? 0.5 : 0.7), b.y + b.h * (isLeft ? 0.35 : 0.5)];
     const r = isLeft ? 8 : -8;

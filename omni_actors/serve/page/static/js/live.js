@@ -5,6 +5,9 @@ import { Store, pause } from "./store.js";
 
 const WINDOW_MS = 1000; // rates are means over this time
 const RETRY_MS = 1000;
+const HIDDEN_MS = 10_000; // a page that is hidden for so long leaves its stream: a browser opens six connections to a
+// server, for all of its tabs together
+const SILENCE_MS = 30_000; // a server that sends nothing for so long is lost: it sends a comment every ten seconds
 
 // state: the document of /v1/state. isConnected: whether its stream is open. needsKey: whether the server wants a key.
 // problem: why the stream is not open. retries: whether it is tried again by itself.
@@ -70,26 +73,56 @@ export function retryMs(error) {
   return isPassing ? Math.max(RETRY_MS, 1000 * error.retryAfterS) : null;
 }
 
+// Watches whether the page is hidden. Returns a signal that aborts when it has been for HIDDEN_MS, and how to end that.
+function untilHidden() {
+  const ending = new AbortController();
+  let timer;
+  const watch = () => {
+    clearTimeout(timer);
+    if (document.hidden) timer = setTimeout(() => ending.abort(), HIDDEN_MS);
+  };
+  document.addEventListener("visibilitychange", watch);
+  watch();
+  const unwatch = () => {
+    clearTimeout(timer);
+    document.removeEventListener("visibilitychange", watch);
+  };
+  return { signal: ending.signal, unwatch };
+}
+
+async function untilShown() {
+  while (document.hidden) {
+    await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+  }
+}
+
 // Follows the stream. After a failure it connects again, unless the server refuses for a reason that stays.
 export async function follow() {
   live.update({ retries: true });
   for (;;) {
     let [problem, wait] = ["the server has ended the connection", RETRY_MS];
+    const { signal, unwatch } = untilHidden();
     try {
       let state = null;
       const query = new URLSearchParams({ stream: "true", ...(chosen && { pipeline: chosen }) });
-      for await (const [name, data] of events(await call(`/v1/state?${query}`))) {
+      for await (const [name, data] of events(await call(`/v1/state?${query}`, { signal }), SILENCE_MS)) {
         if (name === "state") state = data;
         else if (name === "change") state = merge(state, data);
         else continue;
         take(state);
       }
     } catch (error) {
+      if (error.name === "AbortError") {
+        await untilShown();
+        continue;
+      }
       if (error.status === 401) {
         live.update({ isConnected: false, needsKey: true });
         return;
       }
       [problem, wait] = [error.message, retryMs(error)];
+    } finally {
+      unwatch();
     }
     live.update({ isConnected: false, problem, retries: wait !== null });
     if (wait === null) return;

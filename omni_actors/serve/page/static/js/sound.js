@@ -117,18 +117,20 @@ function stopTracks(stream) {
   for (const track of stream.getTracks()) track.stop();
 }
 
-// The microphone. `onPiece` receives {pcm: Uint8Array, peaks}, each 40 ms. It has a context of its own, at the device's
-// rate, because older Firefoxes connect it to no other; the worklet resamples.
+// The microphone. `onPiece` receives {pcm: Uint8Array, peaks}, each 40 ms. `onEnd` is called when the device is
+// unplugged, or the user takes the permission back. It has a context of its own, at the device's rate, because older
+// Firefoxes connect it to no other; the worklet resamples.
 export class Microphone {
-  static async open(onPiece) {
+  static async open(onPiece, onEnd) {
     audioContext();
+    if (!navigator.mediaDevices) throw new Error("browsers give it only to https: pages and to localhost");
     const stream = await navigator.mediaDevices.getUserMedia({
       audio: { channelCount: 1, echoCancellation: true, noiseSuppression: true, autoGainControl: true },
     });
     const context = new AudioContext({ latencyHint: "interactive" });
     try {
       await context.audioWorklet.addModule("/page/js/capture-worklet.js");
-      return new Microphone(context, stream, onPiece);
+      return new Microphone(context, stream, { onPiece, onEnd });
     } catch (error) {
       stopTracks(stream);
       context.close();
@@ -136,7 +138,7 @@ export class Microphone {
     }
   }
 
-  constructor(context, stream, onPiece) {
+  constructor(context, stream, { onPiece, onEnd }) {
     this.context = context;
     this.stream = stream;
     this.node = new AudioWorkletNode(context, "capture", { numberOfOutputs: 0, channelCount: 1 });
@@ -145,6 +147,7 @@ export class Microphone {
       onPiece({ pcm, peaks: peaksOf(toFloats(pcm), audioContext().currentTime) });
     };
     context.createMediaStreamSource(stream).connect(this.node);
+    for (const track of stream.getTracks()) track.onended = onEnd; // not called when the page stops the track
   }
 
   close() {

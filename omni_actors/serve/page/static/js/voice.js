@@ -11,6 +11,8 @@ const KEPT_PEAKS = 1200; // of the microphone: more than the waveform shows
 const KEPT_SPEECH = 20;
 const SHORTEST_MS = 100; // the server refuses a shorter turn
 const NOTHING_TO_CANCEL = "response_cancel_not_active"; // the code of an error
+const EXPIRED = "session_expired"; // the code of the error after which the server closes the session
+const GOING_AWAY = 1001; // the code with which a server closes that ends
 const MOST_WAITING = 750; // events that wait until the session is configured: 30 s of sound
 
 // mode: "off", "connecting", "hands-free" or "push". isHeld: whether the push-to-talk key is down. hasMicrophone:
@@ -41,10 +43,17 @@ class Session {
     const url = new URL(`/v1/realtime?model=${encodeURIComponent(model)}`, location.href);
     url.protocol = url.protocol.replace("http", "ws");
     const subprotocols = ["realtime"];
-    if (key.get()) subprotocols.push(`openai-insecure-api-key.${key.get()}`);
+    if (key.get()) subprotocols.push(key.subprotocol);
     this.socket = new WebSocket(url, subprotocols);
     this.socket.onmessage = ({ data }) => this.receive(JSON.parse(data));
-    this.socket.onclose = ({ code, reason }) => close(code === 1000 ? null : reason || `the session ended (${code})`);
+    this.socket.onclose = ({ code, reason }) => close(reason || this.reasonOf(code));
+  }
+
+  // Returns why the server or the network has closed the socket.
+  reasonOf(code) {
+    if (code === GOING_AWAY) return "the server is shutting down";
+    if (this.waiting !== null) return "the server cannot be reached, or has no place for another session";
+    return `the connection to the server was lost (${code})`;
   }
 
   // Sends an event, or keeps it until the session is configured.
@@ -78,10 +87,10 @@ class Session {
     this.configure();
   }
 
-  // Stops the answer, and tells the server how much of it was heard.
+  // Stops the answer, and tells the server how much of it was heard. A written one is ended by `response.cancel`.
   stopAnswer() {
     const { answer } = this;
-    if (!answer || !cut(answer)) return;
+    if (!answer || !cut(answer) || !answer.player) return;
     const heardMs = answer.player.stop();
     this.send("conversation.item.truncate", { item_id: answer.itemId, content_index: 0, audio_end_ms: heardMs });
   }
@@ -134,14 +143,16 @@ class Session {
         changed(this.message(event.item_id, "user"), { state: "failed", error: event.error?.message });
         break;
       case "response.created":
-        voice.update({ isResponding: true });
+        voice.update({ isResponding: true, error: null });
         break;
       case "response.output_audio.delta":
-        this.answering(event.item_id).player.push(fromBase64(event.delta));
+        this.speaking(event.item_id).player.push(fromBase64(event.delta));
         if (this.answer.player.isFull) close("the server sends sound faster than it can be played");
         else changed(this.answer);
         break;
       case "response.output_audio_transcript.delta":
+        this.append(this.speaking(event.item_id), event.delta);
+        break;
       case "response.output_text.delta":
         this.append(this.answering(event.item_id), event.delta);
         break;
@@ -149,7 +160,7 @@ class Session {
         this.done(event.response);
         break;
       case "error":
-        if (this.waiting !== null) close(event.error.message); // it refuses the configuration
+        if (this.waiting !== null || event.error.code === EXPIRED) close(event.error.message);
         else if (event.error.code !== NOTHING_TO_CANCEL) voice.update({ error: event.error.message });
         break;
       default:
@@ -162,7 +173,11 @@ class Session {
 
   answering(id) {
     this.answer = this.message(id, "assistant");
-    this.answer.player ||= new Player();
+    return this.answer;
+  }
+
+  speaking(id) {
+    this.answering(id).player ||= new Player();
     return this.answer;
   }
 
@@ -179,6 +194,7 @@ class Session {
   // Ends the session. What was not finished of its messages is stopped.
   close() {
     this.socket.onclose = null;
+    this.socket.onmessage = null; // what is on the way would begin another answer
     this.socket.close(1000);
     for (const message of this.items.values()) cut(message);
   }
@@ -220,7 +236,7 @@ async function start(model, mode) {
   voice.update({ mode: "connecting" });
   let opened;
   try {
-    opened = await Microphone.open(piece);
+    opened = await Microphone.open(piece, () => close("the microphone was unplugged, or the browser has closed it"));
   } catch (error) {
     if (mine === attempts) close(`the microphone cannot be used: ${error.message}`);
     return;
@@ -251,7 +267,7 @@ export function hold(model) {
   if (voice.value.isHeld || goal === "hands-free") return;
   if (goal === "off") start(model, "push");
   sentMs = 0;
-  voice.update({ isHeld: true, sentS: 0 });
+  voice.update({ isHeld: true, sentS: 0, error: null });
   interrupt();
   session?.send("input_audio_buffer.clear");
   speechBegins();

@@ -7,6 +7,7 @@ _CONTROL = (*range(32), *range(127, 160))
 _DIRECTION = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """What shows the letters of a line in another order than they have."""
 _DROPPED = dict.fromkeys((*_CONTROL, *_DIRECTION))
+_ESCAPED = {code: f"\\u{code:04x}" for code in _DROPPED}
 _DROPPED_IN_LINES = {code: None for code in _DROPPED if chr(code) not in "\n\t"}
 
 
@@ -19,3 +20,8 @@ def clean(text: str, *, keep_lines: bool = False) -> str:
     The result is plain text: print it without rich's markup, which would read "[red]" as a style.
     """
     return text.translate(_DROPPED_IN_LINES) if keep_lines else " ".join(text.split()).translate(_DROPPED)
+
+
+def escape(json: str) -> str:
+    """Return a JSON text in one line in which the same characters are written as escapes: its values stay."""
+    return json.translate(_ESCAPED)
