@@ -285,11 +285,11 @@ async def test_two_files_are_decoded_at_a_time(
     inside: list[str] = []
     read = audio._decode
 
-    def slowly(data: bytes, param: str, limit: int) -> AudioChunk:
+    def slowly(data: bytes, param: str, max_s: float, max_samples: int) -> AudioChunk | str:
         inside.append(param)
         at_work.release()
         assert may_go_on.wait(60)
-        return read(data, param, limit)
+        return read(data, param, max_s, max_samples)
 
     monkeypatch.setattr(audio, "_decode", slowly)
     clips: list[Any] = []

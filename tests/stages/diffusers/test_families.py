@@ -209,13 +209,13 @@ def test_a_request_with_a_picture_begins_with_it(name: str, family_of: Callable[
 def test_abort_frees_a_call_at_every_step(
     name: str, steps: int, family_of: Callable[[str], Family], drive: Any
 ) -> None:
-    family, before = family_of(name), threading.active_count()
+    family, before = family_of(name), set(threading.enumerate())
     driver = drive(family.engine)
     ask(driver, 1, "a cat", **{**family.default, "steps": 5}, seed=1)
     for _ in range(steps):
         assert driver.step() == []
     driver.abort(1)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # an idle thread of other tests may end
     ask(driver, 2, "a cat", **family.default, seed=1)
     assert np.array_equal(frames(driver.run()[2]), family.expected("a cat", 1))
 
