@@ -117,7 +117,7 @@ class Controls:
         async with self._updating:
             self._newest += 1
             version = self._newest
-            with trio.move_on_after(CONTROL_S):
+            with trio.move_on_after(CONTROL_S), suppress(SystemClosed):
                 replies = await self._omni.update_weights(self._weights, version=str(version), stages=self._hooks)
                 if all(reply.error is None for stage in replies.values() for reply in stage):
                     self.established = version

@@ -263,7 +263,10 @@ class Control:
                     undo[stage]()
             return replies
 
-        return await self._to_the_end(settle)
+        try:
+            return await self._to_the_end(settle)
+        except SystemClosed:  # the calls end as their workers do
+            return await settle()
 
     def _begin_change(
         self, capability: str, arguments: Mapping[str, Any], key: str, stages: Sequence[str], timeout_s: float
@@ -285,10 +288,11 @@ class Control:
     async def _to_the_end(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run ``work`` in a task of the system, and return its result. Cancelling the wait does not cancel it.
 
-        Raises what it raises, and SystemClosed if the system closes first.
+        Raises what it raises, and SystemClosed if the system closes first. If the system has closed already, ``work``
+        runs in the caller's task: its calls have ended.
         """
         if not self._running or self.is_stopped:
-            raise SystemClosed
+            return await work()
         results, errors, ended = list[T](), list[Exception](), trio.Event()
 
         async def run() -> None:
