@@ -105,7 +105,7 @@ class WeightControl(Control):
 
         Raises InvalidRequest: an argument is wrong, or there are no such files; nothing has changed. TooManyCalls: a
         worker has many changes of its state to answer; nothing has changed. A call that is cancelled while it waits for
-        the requests changes nothing. Later, the update goes on to its end.
+        the requests changes nothing. Later, the update goes on to its end. SystemClosed: the system closes meanwhile.
         """
         if version is not None and not _is_version(version):
             message = f"version: expected a string of at most {LONGEST_VERSION} characters, found {version!r:.200}"

@@ -59,6 +59,11 @@ def test_a_worker_that_is_cut_off_may_keep_requests_that_have_ended() -> None:
     assert simulate(75_108_418, NODES).tally.found == []
 
 
+def test_a_pause_under_way_has_its_replies_when_the_system_closes() -> None:
+    """It raised SystemClosed once."""
+    assert simulate(82_000_125, NODES).tally.found == []
+
+
 def test_a_request_that_ends_during_a_trial_does_not_start_again() -> None:
     assert simulate(77_103_572, NODES).tally.found == []
 
