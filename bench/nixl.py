@@ -61,15 +61,12 @@ def far_side(near: Connection, nixl: bool) -> None:
         far.close(1)
 
 
-class Nodes:
-    """Both nodes and their link."""
+class NearSide:
+    """A node of this process, and a link to the far one. far: the connection to its process."""
 
-    def __init__(self, nixl: bool, producer_ring: Ring, near: Pump) -> None:
-        self._far, there = fork.Pipe()
-        self._process = fork.Process(target=far_side, args=(there, nixl))
-        self._process.start()
-        self._producer = producer_ring.claim_producer()
-        near.send(1, producer_ring.claim_consumer(), self._far.recv())
+    def __init__(self, far: Connection, ring: Ring, near: Pump) -> None:
+        self._far, self._producer = far, ring.claim_producer()
+        near.send(1, ring.claim_consumer(), far.recv())
         self.stream(1, 1)
         link = near._links[1]
         while isinstance(link, StagingLink) and not link._is_loaded:
@@ -84,10 +81,6 @@ class Nodes:
         carried: int = self._far.recv()
         return time.monotonic() - begin, carried
 
-    def close(self) -> None:
-        self._far.send(0)
-        self._process.join(WATCHDOG_S)
-
 
 def cpu_s() -> float:
     """Return the CPU time of this process and its descendants."""
@@ -99,17 +92,21 @@ def cpu_s() -> float:
 def measure(nixl: bool, count_bytes: int) -> dict[int, tuple[float, float]]:
     """Return bytes per second and CPU seconds per GB for each size."""
     figures = {}
+    far, there = fork.Pipe()
+    process = fork.Process(target=far_side, args=(there, nixl))
+    process.start()
     with pump(nixl) as near, Ring.create(RING_BYTES) as ring:
-        nodes = Nodes(nixl, ring, near)
+        side = NearSide(far, ring, near)
         for size in SIZES:
-            nodes.stream(size, 2)
+            side.stream(size, 2)
             count = max(4, count_bytes // size)
             before = cpu_s()
-            seconds, carried = nodes.stream(size, count)
+            seconds, carried = side.stream(size, count)
             assert bool(carried) == nixl
             figures[size] = count * size / seconds, (cpu_s() - before) / (count * size / 1e9)
         near.close(1)
-        nodes.close()
+        far.send(0)
+        process.join(WATCHDOG_S)
     return figures
 
 

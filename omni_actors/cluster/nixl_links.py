@@ -12,12 +12,13 @@ CAN_FETCH, so it gets no offer; a sending end without NIXL ignores CAN_FETCH.
 Rule 1: records keep their order. While one is fetched, the receiving end does not read on.
 Rule 2: a payload is copied in parts of TURN_BYTES, one in each step, so that other links have their turn.
 Rule 3: a record travels by TCP when there is no outgoing memory for it now.
-Rule 4: a fetch that fails is a loss (``LinkBroken``).
+Rule 4: a fetch that fails is a loss (``LinkBroken``). One that takes too long ends NIXL on its node.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -147,6 +148,7 @@ class FetchingLink(ReceivingLink):
         self._target: memoryview | None = None
         """Its place in the ring, once there is one."""
         self._fetch: Fetch | None = None
+        self._fetching_since = 0.0
         self._copied = 0
         self.by_reference = 0
 
@@ -168,8 +170,10 @@ class FetchingLink(ReceivingLink):
 
     def check_silence(self, now: float, longest_s: float) -> None:
         super().check_silence(now, longest_s)
-        if self._reference is not None:  # there may be room by now
-            self._wake()
+        if self._target is not None and not self._copied:
+            if now > self._fetching_since + self._transfers.read_s:
+                self._transfers.give_up(f"nothing was fetched for {self._transfers.read_s:g} s")
+            self._wake()  # there may be room by now
 
     def lose(self) -> None:
         super().lose()
@@ -223,6 +227,7 @@ class FetchingLink(ReceivingLink):
             if not super()._reserve():
                 return False
             self._target, self._room = self._room, None
+            self._fetching_since = time.monotonic()
         if self._fetch is None:
             self._fetch = self._transfers.fetch(self._source, *reference, self._wake)
         if self._fetch is None or not self._fetch.is_over:

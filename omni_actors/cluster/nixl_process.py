@@ -1,7 +1,7 @@
 """The process that runs NIXL for a pump: other nodes read its outgoing memory, and it reads that of other nodes.
 
     pump ── Load, Read, Drop ──► this process ── UCX ──► the NIXL processes of other nodes
-         ◄── Loaded, Done, Failed ──
+         ◄── Loaded, Done, … ──
 
 NIXL has a process of its own for four reasons. A fault of NIXL or UCX, or a descriptor that crashes them, ends this
 process, and not a server or an agent. UCX listens on all network interfaces and asks no one who they are; here it can
@@ -12,8 +12,8 @@ Rules
 1. This process never writes into memory of another node: it reads (NIXL's READ), into its own incoming memory.
 2. A READ counts only if the other node had not taken the extent back when it was over. So a second READ gets the
    extent's stamp, after the first one is complete: its owner clears the stamp before it uses the bytes again.
-3. The pump keeps an extent of incoming memory until this process says ``Done`` or ``Failed``. No READ is cancelled, so
-   none writes into an extent that is used again. A READ that is not over after ``read_s`` ends this process.
+3. The pump keeps an extent of incoming memory until this process says that its READ is over. No READ is cancelled
+   before, so none writes into an extent that is used again. The pump ends this process if a READ takes too long.
 4. It ends with its pump's process: the kernel kills it (PDEATHSIG), and its socket ends. It ends by ``os._exit``.
 5. While there is a READ, it asks NIXL about it, ever more seldom. Else it sleeps. NIXL's own thread serves other nodes.
 """
@@ -29,7 +29,6 @@ import select
 import signal
 import socket
 import sys
-import time
 from typing import Any, Final, NoReturn, TypeAlias
 
 import msgspec
@@ -109,15 +108,21 @@ class Done(_Message, frozen=True):
     number: int
 
 
+class TakenBack(_Message, frozen=True):
+    """The READ is over, and its payload is worth nothing: the other node has used the extent again, or may have."""
+
+    number: int
+
+
 class Failed(_Message, frozen=True):
-    """The payload was not read, and nothing writes into the incoming memory any more."""
+    """The READ has failed. A network card may write into the incoming memory for a moment yet."""
 
     number: int
     why: str
 
 
 Order: TypeAlias = Load | Drop | Read
-News: TypeAlias = Started | NotStarted | Loaded | NotLoaded | Done | Failed
+News: TypeAlias = Started | NotStarted | Loaded | NotLoaded | Done | TakenBack | Failed
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -142,8 +147,8 @@ class _Peer:
 class _Reading:
     """One order, and the READ that is under way for it: of the payload, then of the stamp."""
 
-    def __init__(self, order: Read, peer: _Peer, deadline: float) -> None:
-        self.order, self.peer, self.deadline = order, peer, deadline
+    def __init__(self, order: Read, peer: _Peer) -> None:
+        self.order, self.peer = order, peer
         self.handle: Any = None
         self.has_payload = False
 
@@ -151,13 +156,13 @@ class _Reading:
 class _Process:
     """memory: the staging memory. outgoing: how many bytes of it, from the beginning, other nodes read."""
 
-    def __init__(self, pump: socket.socket, memory: mmap.mmap, outgoing: int, read_s: float) -> None:
+    def __init__(self, pump: socket.socket, memory: mmap.mmap, outgoing: int) -> None:
         """Raises ImportError (no package), and what NIXL raises."""
         from nixl_cu12 import _bindings as nixl  # of the extra "nixl". Its ``nixl_agent`` keeps a core busy (pthrDelay)
 
         self._nixl: Any = nixl
         self._errors = tuple(each for each in vars(nixl).values() if isinstance(each, type) and _is_error(each))
-        self._pump, self._memory, self._read_s = pump, memory, read_s
+        self._pump, self._memory = pump, memory
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         config = nixl.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, _WAKE_US
@@ -228,7 +233,7 @@ class _Process:
                 Failed(order.number, f"an extent at {order.remote} with {order.length} bytes, beyond the memory")
             )
         else:
-            reading = self._readings[order.number] = _Reading(order, peer, time.monotonic() + self._read_s)
+            reading = self._readings[order.number] = _Reading(order, peer)
             peer.reads += 1
             self._go_on(reading)
 
@@ -247,9 +252,6 @@ class _Process:
         except self._errors as error:
             reading.peer.is_lost = True
             self._end(reading, Failed(reading.order.number, f"the READ failed: {_words(error)}"))
-            return
-        if time.monotonic() > reading.deadline:
-            raise TimeoutError(f"a READ was not over after {self._read_s:g} s")
 
     def _post(self, reading: _Reading) -> None:
         nixl, order = self._nixl, reading.order
@@ -259,13 +261,11 @@ class _Process:
         reading.handle = self._agent.createXferReq(nixl.NIXL_READ, local, remote, reading.peer.offer.name, b"", [])
         self._agent.postXferReq(reading.handle, b"")
 
-    def _check_stamp(self, order: Read) -> Done | Failed:
+    def _check_stamp(self, order: Read) -> Done | TakenBack:
         found = int.from_bytes(self._memory[order.local : order.local + 8], "little")
-        if found == order.stamp:
-            return Done(order.number)
-        return Failed(order.number, "the other node has taken the record back")
+        return Done(order.number) if found == order.stamp else TakenBack(order.number)
 
-    def _end(self, reading: _Reading, news: Done | Failed) -> None:
+    def _end(self, reading: _Reading, news: Done | TakenBack | Failed) -> None:
         if reading.handle is not None:  # it has failed
             with contextlib.suppress(*self._errors):
                 self._agent.releaseXferReq(reading.handle)
@@ -294,7 +294,7 @@ def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def main(pump_fd: int, memory_fd: int, outgoing: int, parent: int, read_s: float) -> NoReturn:
+def main(pump_fd: int, memory_fd: int, outgoing: int, parent: int) -> NoReturn:
     """Run the process. pump_fd: a socket of packets. memory_fd: the staging memory. parent: the pid of the pump's."""
     for stop_signal in (signal.SIGINT, signal.SIGTERM):  # the pump ends it
         signal.signal(stop_signal, lambda *_: None)
@@ -304,18 +304,18 @@ def main(pump_fd: int, memory_fd: int, outgoing: int, parent: int, read_s: float
     pump = socket.socket(fileno=pump_fd)
     memory = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
     try:
-        process = _Process(pump, memory, outgoing, read_s)
+        process = _Process(pump, memory, outgoing)
     except Exception as error:  # noqa: BLE001 - the pump reports it, whatever it is
         pump.send(msgspec.msgpack.encode(NotStarted(f"{type(error).__name__}: {error}"[:1000])))
         os._exit(1)
     pump.send(msgspec.msgpack.encode(Started(process.offer)))
     try:
         process.serve()
-    except (OSError, TimeoutError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError) as error:
         print(f"NIXL ends: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:5]), read_s=float(sys.argv[5]))
+    main(*map(int, sys.argv[1:]))

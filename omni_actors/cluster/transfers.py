@@ -8,11 +8,12 @@ node: a ring that is closed, unmapped or given up is out of its reach.
 
 Rules
 1. The pump's thread alone uses it. Nothing here waits, once ``Transfers`` is made.
-2. All of it is bounded: both memories, what an offer may have, and one order for each link that the process has not
-   carried out. Where there is no room, ``stage`` says so at once, and the record travels by TCP.
+2. All of it is bounded: both memories, what an offer may have, and the orders that wait. Where there is no outgoing
+   memory, ``stage`` says so at once, and the record travels by TCP.
 3. An extent of outgoing memory may be taken back at any time. Its stamp is cleared first, so a READ of it that is under
    way fails (``nixl_process``, rule 2). An extent of incoming memory is used again when no READ writes into it.
-4. When the process ends, what it had to read fails, and ``is_up`` is False from then on: links use TCP.
+4. When the process ends, what it had to read fails, and ``is_up`` is False from then on: links use TCP. A process that
+   has not read something after ``read_s`` is ended.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from omni_actors.cluster.nixl_process import (
     Order,
     Read,
     Started,
+    TakenBack,
 )
 from omni_actors.cluster.poller import SOCKET, Poller
 from omni_actors.errors import ConfigError, OmniError
@@ -65,6 +67,8 @@ INCOMING: Final = 64 << 20
 """Bytes of incoming memory."""
 MOST_OFFER: Final = 32 << 10
 """The most bytes of an offer: UCX's address of each network device, and the keys of one region."""
+MOST_ORDERS: Final = 4096
+"""So many may wait for the process, beyond those in its socket."""
 START_S: Final = 10.0
 _FAILED_S: Final = 10.0
 """How long an extent is left alone after a READ into it has failed: a network card may be slower than its error."""
@@ -153,7 +157,8 @@ class Fetch:
     def __init__(self, transfers: Transfers, begin: int, memory: memoryview, wake: Callable[[], None]) -> None:
         self.begin, self.memory = begin, memory
         self.is_over, self.why = False, ""
-        self._transfers, self._wake, self._is_released = transfers, wake, False
+        self._transfers, self._wake = transfers, wake
+        self._is_released, self._gives = False, True
 
     def release(self) -> None:
         """Give the extent back, once no READ writes into it. Idempotent."""
@@ -162,15 +167,15 @@ class Fetch:
             self.memory.release()
             self._give()
 
-    def end(self, why: str = "") -> None:
-        """The READ is over. why: it has failed; its extent is given back later."""
-        self.is_over, self.why = True, why
+    def end(self, why: str = "", *, gives: bool = True) -> None:
+        """The READ is over. why: in vain. gives: whether its extent can be used again."""
+        self.is_over, self.why, self._gives = True, why, gives
         self._give()
         if not self._is_released:
             self._wake()
 
     def _give(self) -> None:
-        if self.is_over and self._is_released and not self.why:
+        if self.is_over and self._is_released and self._gives:
             self._transfers.give_incoming(self.begin)
 
 
@@ -181,7 +186,8 @@ class Transfers:
     """What other nodes ``load``."""
 
     def __init__(self, *, read_s: float = 60.0) -> None:
-        """Raises NixlUnavailable, OSError (no descriptors, no memory). read_s: after that, a READ ends the process."""
+        """Raises NixlUnavailable, OSError (no descriptors, no memory). read_s: how long a fetch may take."""
+        self.read_s = read_s
         if importlib.util.find_spec(PACKAGE) is None:
             raise NixlUnavailable("the package is not installed (pip install 'omni-actors[nixl]')")
         with ExitStack() as undo:
@@ -193,7 +199,7 @@ class Transfers:
             undo.enter_context(theirs)
             failed = undo.enter_context(ExitStack())
             failed.callback(self._socket.close)
-            self._process = _start(theirs.fileno(), fd, read_s)
+            self._process = _start(theirs.fileno(), fd)
             failed.callback(self._kill)
             theirs.close()
             self.offer = self._wait_started()
@@ -307,6 +313,8 @@ class Transfers:
     def _order(self, order: Order) -> None:
         self._orders.append(msgspec.msgpack.encode(order))
         self._send()
+        if len(self._orders) > MOST_ORDERS:
+            self.give_up("it has stopped reading")
 
     def _send(self) -> None:
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # ``_on_socket`` learns of its end
@@ -323,7 +331,8 @@ class Transfers:
             return
         except ConnectionResetError:
             pass
-        self._end()
+        self._kill()
+        self.give_up(_how_ended(self._process.returncode))
 
     def _hear(self, news: News) -> None:
         match news:
@@ -336,19 +345,23 @@ class Transfers:
                 _log.warning("records of another node are not fetched with NIXL: %s", why)
             case Done(number):
                 self._fetches.pop(number).end()
+            case TakenBack(number):
+                self._fetches.pop(number).end("the other node has taken the record back")
             case Failed(number, why):
                 fetch = self._fetches.pop(number)
                 self._failed.append((time.monotonic(), fetch.begin))
-                fetch.end(why)
+                fetch.end(why, gives=False)
 
-    def _end(self) -> None:
-        """The process has ended, and nothing writes into the memory any more."""
+    def give_up(self, why: str) -> None:
+        """End the process, after which nothing writes into the memory any more; links go on with TCP. Idempotent."""
+        if not self.is_up:
+            return
         self.close()
-        _log.error("NIXL has ended on this node (%s); links use TCP", _how_ended(self._process.returncode))
+        _log.error("NIXL has ended on this node (%s); links use TCP", why)
         fetches, waiting = list(self._fetches.values()), self._waiting
         self._fetches, self._waiting = {}, {}
         for fetch in fetches:
-            fetch.end("NIXL has ended on this node")
+            fetch.end("NIXL has ended on this node", gives=False)
         for wake in waiting:
             wake()
 
@@ -357,9 +370,9 @@ class Transfers:
         self._process.wait()
 
 
-def _start(pump_fd: int, memory_fd: int, read_s: float) -> subprocess.Popen[bytes]:
+def _start(pump_fd: int, memory_fd: int) -> subprocess.Popen[bytes]:
     """Start the process. UCX's own variables (UCX_TLS, UCX_NET_DEVICES) hold for it."""
-    arguments = map(str, (pump_fd, memory_fd, OUTGOING, os.getpid(), read_s))
+    arguments = map(str, (pump_fd, memory_fd, OUTGOING, os.getpid()))
     return subprocess.Popen(
         [sys.executable, "-m", "omni_actors.cluster.nixl_process", *arguments],
         stdin=subprocess.DEVNULL,

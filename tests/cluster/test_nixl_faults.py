@@ -96,8 +96,8 @@ def test_a_killed_node_is_a_loss_and_its_nixl_process_ends() -> None:
         arguments = ["send", *map(str, far.address), str(len(MESSAGE))]
         node, said = start_node(stack, *arguments)
         server = int(said[0])
-        consumer.recv(WATCHDOG_S).release()
-        wait_until(lambda: bool(far.statistics()[7].by_reference))
+        while not far.statistics()[7].by_reference:
+            consumer.recv(WATCHDOG_S).release()
         os.kill(server, signal.SIGSTOP)
         while True:  # what was on its way
             try:
