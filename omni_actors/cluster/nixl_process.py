@@ -36,6 +36,8 @@ import msgspec
 STAMP: Final = 64
 """Bytes of an extent before its payload: a stamp of 8 bytes, and padding."""
 MOST_PACKET: Final = 64 << 10
+MOST_PEERS: Final = 1024
+"""Nodes that stay loaded when no link uses them, because UCX closes no connection to a process that lives."""
 _PAUSE_S: Final = (50e-6, 1e-3)
 """The first and the longest pause between two questions whether a READ is done."""
 _WAKE_US: Final = 100_000
@@ -135,11 +137,10 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Peer:
-    """The NIXL agent of another node. sources: what the pump calls it. reads: how many are under way."""
+    """The NIXL agent of another node. reads: how many are under way."""
 
     def __init__(self, offer: _Offer) -> None:
         self.offer = offer
-        self.sources: set[int] = set()
         self.reads = 0
         self.is_lost = False
 
@@ -200,14 +201,14 @@ class _Process:
             case Load():
                 self._load(order)
             case Drop(source):
-                if (peer := self._sources.pop(source, None)) is not None:
-                    peer.sources.discard(source)
-                    self._forget_unused(peer)
+                self._sources.pop(source, None)
             case Read():
                 self._begin(order)
 
     def _load(self, order: Load) -> None:
         if (peer := self._peers.get(order.offer)) is None:
+            if len(self._peers) >= MOST_PEERS:
+                self._forget_oldest()
             try:
                 offer = msgspec.msgpack.decode(order.offer, type=_Offer)
                 if (loaded := self._agent.loadRemoteMD(offer.metadata).decode()) != offer.name:
@@ -220,7 +221,6 @@ class _Process:
         elif peer.is_lost:  # a READ of it is not over yet
             self._tell(NotLoaded(order.source, "the NIXL connection to it is lost"))
             return
-        peer.sources.add(order.source)
         self._sources[order.source] = peer
         self._tell(Loaded(order.source))
 
@@ -271,14 +271,21 @@ class _Process:
                 self._agent.releaseXferReq(reading.handle)
         del self._readings[reading.order.number]
         reading.peer.reads -= 1
-        self._forget_unused(reading.peer)
+        self._forget(reading.peer)
         self._tell(news)
 
-    def _forget_unused(self, peer: _Peer) -> None:
-        """End the NIXL connection to a node that nothing uses, or that is lost, so that the next offer makes one."""
-        if peer.reads or (peer.sources and not peer.is_lost):
-            return
-        if self._peers.pop(msgspec.msgpack.encode(peer.offer), None) is not None:
+    def _forget_oldest(self) -> None:
+        """Forget the node that was loaded first, of those that no link uses."""
+        used = set(self._sources.values())
+        for peer in self._peers.values():
+            if peer not in used and not peer.reads:
+                peer.is_lost = True
+                self._forget(peer)
+                return
+
+    def _forget(self, peer: _Peer) -> None:
+        """Forget a lost node once no READ of it is under way, so that its next offer makes a new connection."""
+        if peer.is_lost and not peer.reads and self._peers.pop(msgspec.msgpack.encode(peer.offer), None) is not None:
             with contextlib.suppress(*self._errors):  # it may be gone already
                 self._agent.invalidateRemoteMD(peer.offer.name)
 

@@ -39,10 +39,10 @@ class NixlRings(LinkedRings):
         super().__init__(*pumps, near_bytes=RING_BYTES, far_bytes=RING_BYTES, link_id=link_id)
         self.transfers = transfers
 
-    def renew(self, *, far_bytes: int = RING_BYTES) -> None:
+    def renew(self, *, near_bytes: int = RING_BYTES, far_bytes: int = RING_BYTES) -> None:
         """Close the link and its rings, and make new ones."""
         self.close()
-        self.make_rings(RING_BYTES, far_bytes)
+        self.make_rings(near_bytes, far_bytes)
         self.receive()
         self.send()
 

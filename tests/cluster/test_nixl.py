@@ -145,7 +145,7 @@ def test_a_node_whose_offer_cannot_be_loaded_gets_all_by_tcp(offer: bytes, caplo
 
 
 def test_links_come_and_go_without_growth() -> None:
-    """200 links one after the other: each ends the NIXL connection, and makes one."""
+    """200 links one after the other, over one NIXL connection."""
     message = random.randbytes(LEAST)
     shared_memory = sorted(os.listdir("/dev/shm"))
     with nixl_rings() as rings:
@@ -157,7 +157,7 @@ def test_links_come_and_go_without_growth() -> None:
             return len(open_descriptors()), fds, [private_bytes(pid) for pid in pids]
 
         for number in range(200):
-            rings.renew()
+            rings.renew(near_bytes=4 << 20, far_bytes=4 << 20)
             rings.negotiate()
             send_and_receive(rings, [message, b"small", message])
             assert rings.by_reference() == (2, 2)
@@ -166,7 +166,7 @@ def test_links_come_and_go_without_growth() -> None:
         after = measure()
         assert sorted(os.listdir("/dev/shm")) == shared_memory
         assert after[0] == before[0]
-        assert max(now - then for now, then in zip(after[1], before[1], strict=True)) <= 2
+        assert after[1] == before[1]
         assert max(now - then for now, then in zip(after[2], before[2], strict=True)) < 8 << 20
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -189,9 +189,10 @@ def test_links_share_the_memory() -> None:
             thread.join()
         for each in links:
             assert each.near.statistics()[each.link_id].records == 3
-            each.close()
         assert is_empty(rings)
         assert not [*rings.near_losses.all(), *rings.far_losses.all()]
+        for each in links[1:]:
+            each.close()
 
 
 def is_empty(rings: NixlRings) -> bool:
