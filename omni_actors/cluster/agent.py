@@ -150,7 +150,11 @@ class _Agent:
         log = _Log(self._connection)
         try:
             cpus = len(os.sched_getaffinity(0))
-            self._connection.post(control.Hello(version(control.PACKAGE), os.getpid(), pump.address, cpus, fault))
+            self._connection.post(
+                control.Hello(
+                    version=version(control.PACKAGE), pid=os.getpid(), links=pump.address, cpus=cpus, fault=fault
+                )
+            )
             with self._ended:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write)

@@ -162,7 +162,8 @@ class _Process:
         from nixl_cu12 import _bindings as nixl  # of the extra "nixl". Its ``nixl_agent`` keeps a core busy (pthrDelay)
 
         self._nixl: Any = nixl
-        self._errors = tuple(each for each in vars(nixl).values() if isinstance(each, type) and _is_error(each))
+        self._errors = _errors_of(nixl)
+        self._load_errors: tuple[type[Exception], ...] = (*self._errors, msgspec.MsgspecError, UnicodeDecodeError)
         self._pump, self._memory = pump, memory
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         config = nixl.nixlAgentConfig()
@@ -214,7 +215,7 @@ class _Process:
                 if (loaded := self._agent.loadRemoteMD(offer.metadata).decode()) != offer.name:
                     self._agent.invalidateRemoteMD(loaded)
                     raise msgspec.ValidationError(f"it has the metadata of {loaded}, and is called {offer.name}")
-            except (msgspec.MsgspecError, UnicodeDecodeError, *self._errors) as error:
+            except self._load_errors as error:
                 self._tell(NotLoaded(order.source, _words(error)))
                 return
             peer = self._peers[order.offer] = _Peer(offer)
@@ -293,8 +294,8 @@ class _Process:
         self._pump.send(msgspec.msgpack.encode(news))
 
 
-def _is_error(found: type) -> bool:
-    return issubclass(found, Exception)
+def _errors_of(nixl: Any) -> tuple[type[Exception], ...]:
+    return tuple(each for each in vars(nixl).values() if isinstance(each, type) and issubclass(each, Exception))
 
 
 def _words(error: Exception) -> str:

@@ -226,7 +226,7 @@ class Transfers:
             packet = self._socket.recv(MOST_PACKET)
         except TimeoutError:
             raise NixlUnavailable(f"its process has not started within {START_S:g} s") from None
-        news = msgspec.msgpack.decode(packet, type=News) if packet else None  # type: ignore[arg-type]
+        news = msgspec.msgpack.decode(packet, type=News) if packet else None
         if not isinstance(news, Started):
             raise NixlUnavailable(news.why if isinstance(news, NotStarted) else "its process has ended at once")
         if len(news.offer) > MOST_OFFER:
@@ -286,7 +286,7 @@ class Transfers:
             return None
         number = next(self._numbers)
         fetch = self._fetches[number] = Fetch(self, local, self.view(local, length), wake)
-        self._order(Read(number, source.number, begin, local, length, stamp))
+        self._order(Read(number=number, source=source.number, remote=begin, local=local, length=length, stamp=stamp))
         return fetch
 
     # For extents.
