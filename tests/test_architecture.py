@@ -308,6 +308,8 @@ PRIVATE_IMPORTS = {
     *(("omni_actors.stress.simulation.simulation", "trio"), ("omni_actors.stress.simulation.determinism", "trio")),
     # What is free on each node: Ray calls the function an interface for developers, and its version is pinned.
     ("omni_actors.cluster.ray_helper", "ray"),
+    # NIXL's public agent fixes an option with which its thread takes a whole core. Its version is pinned.
+    ("omni_actors.cluster.nixl_process", "nixl_cu12"),
 }
 
 

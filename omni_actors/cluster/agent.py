@@ -40,6 +40,7 @@ from omni_actors.cluster.joining import JOIN_S, AgentFailed, join
 from omni_actors.cluster.lease import RENEWALS, HeldLease
 from omni_actors.cluster.pump import Pump
 from omni_actors.cluster.tls import Credentials
+from omni_actors.cluster.transfers import NixlUnavailable, Transfers, Transport
 from omni_actors.config.devices import VISIBLE, NoSuchDevice, at_places
 from omni_actors.platform.kill_timer import KillTimer, now
 from omni_actors.protocol import messages
@@ -65,6 +66,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         secret: What both sides prove to know.
         lease_s: The length of its lease, in seconds.
         tls: What it uses TLS with, to the parent and on its links; None: it uses none.
+        transport: What carries the large records of its links.
     """
 
     number: int
@@ -73,6 +75,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: Annotated[float, msgspec.Meta(gt=0)]
     host: str | None = None
     tls: Credentials | None = None
+    transport: Transport = "tcp"
     import_path: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -121,12 +124,22 @@ class _Agent:
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(self._connection.post, control.LinkLost(generation, why))
 
-        pump = Pump(self._settings.secret, host, on_lost, self._tls)
+        transfers, fault = None, None
+        if self._settings.transport == "nixl":
+            try:
+                transfers = Transfers()
+            except NixlUnavailable as error:
+                fault = str(error)
+        pump = Pump(self._settings.secret, host, on_lost, self._tls, transfers=transfers)
         self._rings = AgentRings(pump)
         log = _Log(self._connection)
         try:
             cpus = len(os.sched_getaffinity(0))
-            self._connection.post(control.Hello(version(control.PACKAGE), os.getpid(), pump.address, cpus))
+            self._connection.post(
+                control.Hello(
+                    version=version(control.PACKAGE), pid=os.getpid(), links=pump.address, cpus=cpus, fault=fault
+                )
+            )
             with self._ended:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write)

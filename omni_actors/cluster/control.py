@@ -49,16 +49,17 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 # agent -> parent
 
 
-class Hello(_Message, frozen=True):
+class Hello(_Message, frozen=True, omit_defaults=True):
     """The agent's first message: it runs. links: host and port at which it accepts links. cpus: how many it may use.
 
-    version: of the package omni-actors there, which must be the parent's.
+    version: of the package omni-actors there, which must be the parent's. fault: why the agent cannot be used.
     """
 
     version: str
     pid: int
     links: tuple[str, int]
     cpus: int
+    fault: str | None = None
 
 
 class Renew(_Message, frozen=True):

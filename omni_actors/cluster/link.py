@@ -46,11 +46,15 @@ class LinkBroken(OmniError):
 
 
 class LinkStatistics(NamedTuple):
-    """state: "opening", "open", "ended" (an end of the ring was closed) or "lost". records and payload_bytes: moved."""
+    """state: "opening", "open", "ended" (an end of the ring was closed) or "lost". records and payload_bytes: moved.
+
+    by_reference: how many of the records NIXL has carried.
+    """
 
     state: str
     records: int
     payload_bytes: int
+    by_reference: int = 0
 
 
 class Link:

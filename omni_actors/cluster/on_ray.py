@@ -14,6 +14,7 @@ from omni_actors.cluster.ray_messages import LOCAL, RayNode
 from omni_actors.cluster.ray_nodes import Resources, open_ray
 from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
 from omni_actors.cluster.tls import make_credentials
+from omni_actors.cluster.transfers import require_nixl
 from omni_actors.config import Cluster, Pipeline, Stage
 from omni_actors.config.devices import VISIBLE, DeviceLayoutError, configured_devices, stage_layout, visible_devices
 from omni_actors.errors import ClusterUnavailable, ConfigError
@@ -24,15 +25,18 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
     """Give every worker of a pipeline a place, start an agent on each node, and give the spawner.
 
     Args:
-        pipeline: Its section ``cluster`` says where workers may run, how long leases are, and whether nodes use TLS.
-            Without one, all run on the parent's node.
+        pipeline: Its section ``cluster`` says where workers may run, how long leases are, and whether nodes use TLS or
+            NIXL. Without one, all run on the parent's node.
         address: Of Ray's head ("10.0.0.1:6379"), "auto" (the Ray that this machine is a node of), or "local": a Ray
             of one node is started on this machine, with an agent, to try a pipeline's placement.
 
     A node on which no agent can be started is left out, with a warning in the log, if the others have places for all
     workers. Raises ClusterUnavailable (no Ray, or too few nodes with an agent), NoPlace (there is no node for a
-    worker), ConfigError (``device_handles``, or no package for TLS).
+    worker), ConfigError (``device_handles``, or no package for TLS or NIXL).
     """
+    settings = pipeline.cluster or Cluster()
+    if settings.transport == "nixl":
+        require_nixl(pipeline.file)
     if pipeline.device_handles != "none":
         accepted = '"none", because the workers of a cluster pass tensors through rings'
         raise ConfigError(pipeline.file, "device_handles", pipeline.device_handles, accepted)
@@ -47,7 +51,6 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
         places.plan()
         reserved = {node.name: _resources(pipeline, places, node) for node in nodes}
         ray.resources = reserved.__getitem__
-        settings = pipeline.cluster or Cluster()
         tls = make_credentials() if settings.tls else None
         async with open_cluster(
             nodes,
@@ -56,6 +59,7 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
             host=here.address,
             lease_s=settings.lease_s,
             tls=tls,
+            transport=settings.transport,
             replan=lambda: plan_again(pipeline, places),
         ) as spawner:
             yield spawner

@@ -28,9 +28,11 @@ from omni_actors.cluster.channel import Address, Channel, Tls
 from omni_actors.cluster.dialing import Dialing
 from omni_actors.cluster.handshake import Acceptor
 from omni_actors.cluster.link import Link, LinkBroken, LinkStatistics
+from omni_actors.cluster.nixl_links import FetchingLink, StagingLink
 from omni_actors.cluster.poller import BELL, ENDED, READ, SOCKET, WRITE, Poller
 from omni_actors.cluster.receiving import ReceivingLink
 from omni_actors.cluster.sending import SendingLink
+from omni_actors.cluster.transfers import Transfers
 from omni_actors.errors import OmniError
 from ringbuf import Consumer, Producer, RingError
 
@@ -50,7 +52,8 @@ class Pump:
     secret: at least 16 bytes, the same on all nodes. host: this node's own IP address, at which it accepts links.
     on_lost: called as ``on_lost(link_id, why)`` in the pump's thread when a link breaks; must not wait. It may call the
     pump. silent_s: a link whose other side is silent for so long is lost; a shorter interruption only delays, up to
-    about 12 s of the default 15 (TCP retransmits ever more seldom).
+    about 12 s of the default 15 (TCP retransmits ever more seldom). transfers: carries large records with NIXL, and is
+    closed by the pump.
     """
 
     def __init__(
@@ -60,13 +63,19 @@ class Pump:
         on_lost: Callable[[int, str], None],
         tls: Tls | None = None,
         *,
+        transfers: Transfers | None = None,
         silent_s: float = 15.0,
         handshake_s: float = 5.0,
     ) -> None:
         """Raises OSError (the address is not this node's, no descriptors), ValueError (host, a short secret)."""
-        Acceptor(secret)  # checks it
         self._on_lost, self._silent_s, self._sign_s = on_lost, silent_s, silent_s / 5
+        self._transfers = transfers
         with ExitStack() as undo:
+            if transfers is not None:
+                undo.callback(transfers.close)
+            if transfers is not None and tls is not None:
+                raise ValueError("links with TLS and NIXL: what NIXL carries is not encrypted")
+            Acceptor(secret)  # checks it
             self._poller = Poller()
             undo.callback(self._poller.close)
             self._accepting = Accepting(self._poller, host, secret, self._arrive, tls=tls, handshake_s=handshake_s)
@@ -87,6 +96,8 @@ class Pump:
         self._stopping = self._stopped = False
         self._cause: BaseException | None = None
         self._poller.watch(self._wake_fd, select.EPOLLIN, self._run_calls)
+        if transfers is not None:
+            transfers.watch(self._poller)
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
         self._thread.start()
 
@@ -96,7 +107,7 @@ class Pump:
         Returns at once; a connection that cannot be made within ``silent_s`` is reported as a loss. The pump uses
         ``consumer`` until ``close``. Raises ValueError (a link of this id exists, or no IP address), PumpStopped.
         """
-        self._call(lambda: self._begin_send(SendingLink(link_id, consumer, address)))
+        self._call(lambda: self._begin_send(self._sending(link_id, consumer, address)))
 
     def receive(self, link_id: int, producer: Producer) -> None:
         """Accept one connection for ``link_id``, and put its records into a ring.
@@ -104,7 +115,7 @@ class Pump:
         The connection may come first: then it waits for this call for ``handshake_s``, and comes again. The pump uses
         ``producer`` until ``close``. Raises ValueError (a link of this id exists), PumpStopped.
         """
-        self._call(lambda: self._begin_receive(ReceivingLink(link_id, producer)))
+        self._call(lambda: self._begin_receive(self._receiving(link_id, producer)))
 
     def close(self, link_id: int) -> None:
         """Cut a link, and close its end of the ring, whose other end gets RingClosed. Idempotent.
@@ -183,12 +194,30 @@ class Pump:
         lost = [link for link in self._links.values() if link.state in ("opening", "open")] if self._cause else []
         for link in self._links.values():
             link.close()
+        if self._transfers is not None:
+            self._transfers.close()
         self._dialing.close()
         self._accepting.close()
         self._poller.close()
         os.close(self._wake_fd)
         for link in lost:
             self._on_lost(link.link_id, f"the pump failed: {self._cause!r}")
+
+    def _sending(self, link_id: int, consumer: Consumer, address: Address) -> SendingLink:
+        if self._transfers is None:
+            return SendingLink(link_id, consumer, address)
+        return StagingLink(link_id, consumer, address, self._transfers)
+
+    def _receiving(self, link_id: int, producer: Producer) -> ReceivingLink:
+        if self._transfers is None:
+            return ReceivingLink(link_id, producer)
+        return FetchingLink(link_id, producer, self._transfers, partial(self._wake, link_id))
+
+    def _wake(self, link_id: int) -> None:
+        """Let a link move, if it is open."""
+        link = self._links.get(link_id)
+        if link is not None and link in self._descriptors:
+            self._ready[link] = None
 
     def _begin_send(self, link: SendingLink) -> None:
         self._add(link)

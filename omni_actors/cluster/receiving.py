@@ -149,6 +149,10 @@ class ReceivingLink(Link):
         self._begin += size
         if self._filled < len(room):
             return False
+        self._commit(room)
+        return True
+
+    def _commit(self, room: memoryview) -> None:
         length = len(room)
         kind, self._kind, self._room = self._kind, 0, None
         try:
@@ -158,7 +162,6 @@ class ReceivingLink(Link):
         self.records += 1
         self.payload_bytes += length
         self._was_large = length >= _LARGE
-        return True
 
     def _discard(self) -> int | None:
         try:

@@ -259,6 +259,8 @@ class RemoteAgent:
                 logging.getLogger(logger).info(text)
             case control.Hello() if message.version != (mine := version(control.PACKAGE)):
                 self.give_up(f"it runs omni-actors {message.version}, and the parent {mine}")
+            case control.Hello(fault=str(fault)):
+                self.give_up(fault)
             case control.Hello():
                 self.pid, self.links, self.cpus = message.pid, message.links, message.cpus
             case control.LogLine():

@@ -145,4 +145,8 @@ class SendingLink(Link):
                 self._consumer.close()
                 return True
             self._was_heard = True
+            self._note(bytes(self._ear[:count]))
         return False
+
+    def _note(self, said: bytes) -> None:
+        """Take what the receiving end says besides. Nothing, without NIXL (``nixl_links``)."""

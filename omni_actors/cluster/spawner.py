@@ -41,6 +41,7 @@ from omni_actors.cluster.remote_worker import RemoteWorker
 from omni_actors.cluster.shielded import open_shielded_nursery
 from omni_actors.cluster.strangers import BACKLOG, Strangers
 from omni_actors.cluster.tls import Credentials
+from omni_actors.cluster.transfers import NixlUnavailable, Transfers, Transport
 from omni_actors.config.devices import VISIBLE, NoSuchDevice, at_places
 from omni_actors.errors import LINK_LOST, NODE_LOST, ClusterUnavailable, NoPlace
 from omni_actors.protocol.messages import NODE_VARIABLE, Address
@@ -78,7 +79,9 @@ class ClusterSpawner:
         lease_s: float,
         start_s: float,
         tls: Credentials | None,
+        transport: Transport,
     ) -> None:
+        self._transport = transport
         self._credentials, self._tls = tls, None if tls is None else tls.contexts()
         self._nodes = {node.name: node for node in nodes}
         self._starter, self._places, self._lease_s, self._start_s = starter, places, lease_s, start_s
@@ -234,7 +237,7 @@ class ClusterSpawner:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep an agent on each node until cancelled. Started once the first ones are being started.
 
-        Raises ClusterUnavailable: the parent cannot listen at its address.
+        Raises ClusterUnavailable: the parent cannot listen at its address, or has no NIXL.
         """
         token = trio.lowlevel.current_trio_token()
 
@@ -244,11 +247,13 @@ class ClusterSpawner:
         listeners: list[trio.SocketListener] = []
         try:
             listeners = await trio.open_tcp_listeners(0, host=self._host, backlog=BACKLOG)
-            self._pump = Pump(self._secret, self._host, on_link_lost, self._tls)
-        except (OSError, ValueError) as error:
+            transfers = Transfers() if self._transport == "nixl" else None
+            self._pump = Pump(self._secret, self._host, on_link_lost, self._tls, transfers=transfers)
+        except (OSError, ValueError, NixlUnavailable) as error:
             for listener in listeners:
                 listener.socket.close()
-            raise ClusterUnavailable({self._parent: f"it cannot listen at {self._host}: {error}"}) from error
+            why = str(error) if isinstance(error, NixlUnavailable) else f"it cannot listen at {self._host}: {error}"
+            raise ClusterUnavailable({self._parent: why}) from error
         self._port = listeners[0].socket.getsockname()[1]
         try:
             async with trio.open_nursery() as nursery:
@@ -324,6 +329,7 @@ class ClusterSpawner:
                 secret=self._secret,
                 lease_s=self._lease_s,
                 tls=self._credentials,
+                transport=self._transport,
                 import_path=tuple(map(os.path.abspath, sys.path)),
             )
             end = await self._starter.run(agent.node, settings)
@@ -373,6 +379,7 @@ async def open_cluster(
     lease_s: float = LEASE_S,
     start_s: float = START_S,
     tls: Credentials | None = None,
+    transport: Transport = "tcp",
     replan: Callable[[], None] | None = None,
 ) -> AsyncIterator[ClusterSpawner]:
     """Start an agent on each node, and give the spawner. When the block ends, the agents have ended.
@@ -385,12 +392,15 @@ async def open_cluster(
         lease_s: For how long, in seconds, the workers of a node may run without hearing of the parent.
         start_s: How long an agent may take to start.
         tls: What nodes use TLS with (``make_credentials``); None: they use none.
+        transport: What carries large records between nodes.
         replan: Called when some nodes have no agent at first. It places the workers on the others, or raises NoPlace.
             None: every node is needed.
 
     A cancellation from outside ends the block, and then the agents. Raises ClusterUnavailable.
     """
-    spawner = ClusterSpawner(nodes, starter, places, host=host, lease_s=lease_s, start_s=start_s, tls=tls)
+    spawner = ClusterSpawner(
+        nodes, starter, places, host=host, lease_s=lease_s, start_s=start_s, tls=tls, transport=transport
+    )
     async with open_shielded_nursery() as nursery:
         await nursery.start(spawner.run)
         await spawner.wait_up(replan)

@@ -85,9 +85,11 @@ def _check_outputs(pipeline: Pipeline, document: Document) -> None:
 
 
 def _check_cluster(pipeline: Pipeline, document: Document) -> None:
-    """Check that each name in the section is a stage, and that a stage is colocated in one group."""
+    """Check that each name in the section is a stage, and colocated in one group, and that NIXL is not to encrypt."""
     if (cluster := pipeline.cluster) is None:
         return
+    if cluster.tls and cluster.transport == "nixl":
+        raise document.error("cluster.transport", "nixl", "tcp, with cluster.tls: NIXL does not encrypt")
     named = {f"cluster.nodes.{name}": name for name in cluster.nodes}
     named |= {f"cluster.spread.{i}": name for i, name in enumerate(cluster.spread)}
     colocated = [

@@ -120,6 +120,10 @@ class Cluster(Section, frozen=True, kw_only=True):
     tls: bool = False
     """Encrypt everything between nodes, with TLS and a certificate that is made at each start. Needed where others can
     listen on the network between the nodes, or change what it carries."""
+    transport: Literal["tcp", "nixl"] = "tcp"
+    """What carries records of 1 MiB or more between nodes: the link's TCP connection, or NIXL, which uses RDMA where
+    there is some. NIXL needs the extra "nixl" on every node, encrypts nothing, and can be reached by all that can reach
+    the nodes."""
 
 
 class Stage(Section, frozen=True, kw_only=True):

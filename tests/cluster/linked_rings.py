@@ -36,6 +36,9 @@ class LinkedRings:
 
     def __init__(self, near: Pump, far: Pump, *, near_bytes: int, far_bytes: int, link_id: int = 7) -> None:
         self.near, self.far, self.link_id = near, far, link_id
+        self.make_rings(near_bytes, far_bytes)
+
+    def make_rings(self, near_bytes: int, far_bytes: int) -> None:
         self.near_ring, self.far_ring = Ring.create(near_bytes), Ring.create(far_bytes)
         self.producer: Producer = self.near_ring.claim_producer()
         self.consumer: Consumer = self.far_ring.claim_consumer()

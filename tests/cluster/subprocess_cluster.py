@@ -12,6 +12,7 @@ from omni_actors.cluster.placement import PARENT, Node, Place
 from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.cluster.tls import Credentials
+from omni_actors.cluster.transfers import Transport
 from omni_actors.config import Pipeline
 from omni_actors.errors import NoPlace
 from omni_actors.protocol.messages import Address
@@ -63,12 +64,19 @@ def named(*nodes: str) -> list[Node]:
 
 @asynccontextmanager
 async def open_on_nodes(
-    pipeline: Pipeline, nodes: Mapping[str, str], *, lease_s: float = 10.0, tls: Credentials | None = None
+    pipeline: Pipeline,
+    nodes: Mapping[str, str],
+    *,
+    lease_s: float = 10.0,
+    tls: Credentials | None = None,
+    transport: Transport = "tcp",
 ) -> AsyncIterator[ClusterOf]:
     """Open a pipeline with each stage on the node that ``nodes`` names for it; "parent" is this process's."""
     agents = SubprocessAgents()
     async with (
-        open_cluster(named(*nodes.values()), agents, FixedPlaces(nodes), lease_s=lease_s, tls=tls) as spawner,
+        open_cluster(
+            named(*nodes.values()), agents, FixedPlaces(nodes), lease_s=lease_s, tls=tls, transport=transport
+        ) as spawner,
         OmniSystem.open(pipeline, spawner=spawner) as omni,
     ):
         yield ClusterOf(omni, spawner, agents)

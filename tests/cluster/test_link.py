@@ -40,7 +40,7 @@ def test_many_small_records_arrive() -> None:
             with rings.consumer.recv(WATCHDOG_S) as frame:
                 assert int.from_bytes(frame.data, "little") == n
         statistics = rings.near.statistics()[7], rings.far.statistics()[7]
-        assert statistics[0] == statistics[1] == ("open", 3000, 12_000)
+        assert statistics[0] == statistics[1] == ("open", 3000, 12_000, 0)
 
 
 def test_a_full_ring_holds_the_sender_back_and_nothing_is_lost() -> None:
