@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from safetensors.numpy import load, save_file
 
 from omni_actors import Pipeline
 from omni_actors.config import Stage
-from omni_actors.errors import CallTimedOut, InvalidRequest, OmniError, WorkerLost
+from omni_actors.errors import CallTimedOut, InvalidRequest, OmniError, SystemClosed, WorkerLost
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
@@ -201,6 +201,48 @@ async def test_an_update_is_brought_to_its_end_also_when_its_caller_was_cancelle
         os.kill(omni.health().stages["able"][0].pid or 0, signal.SIGKILL)
         await omni.wait_ready()
         assert await versions(omni) == {"part"}, "no worker gets the weights that were taken back"
+
+
+async def test_finishing_waits_for_an_update_whose_caller_was_cancelled(file: Path) -> None:
+    async with opened() as omni:
+        await omni.start_weight_update()
+        pid = omni.health().stages["able"][0].pid or 0
+        os.kill(pid, signal.SIGSTOP)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(update, omni, file, "poison")
+            while omni.health().stages["able"][1].generation == 1:
+                await omni.wait_changed()
+            nursery.cancel_scope.cancel()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(omni.finish_weight_update)
+            await trio.testing.wait_all_tasks_blocked()
+            assert await omni.is_paused(), "the update goes on"
+            os.kill(pid, signal.SIGCONT)
+        assert not await omni.is_paused()
+
+
+async def test_updates_end_with_the_system(file: Path) -> None:
+    """One waits for a request, and another one for its turn."""
+    ended: list[str] = []
+
+    async def expect_the_end(omni: OmniSystem, version: str) -> None:
+        with suppress(SystemClosed):
+            await update(omni, file, version)
+        ended.append(version)
+
+    async with opened() as omni:
+        sender, receiver = trio.open_memory_channel[Input](1)
+        running = omni.submit({"script": receiver}, ("text",))
+        await sender.send(Input({"text": "first"}))
+        assert (await running.__anext__()).delta == "first"
+        async with trio.open_nursery() as nursery:
+            for version in "12":
+                nursery.start_soon(expect_the_end, omni, version)
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.fail_after(WATCHDOG_S):
+                await omni.shutdown()
+                while len(ended) < 2:
+                    await trio.lowlevel.checkpoint()
 
 
 async def test_a_refused_start_of_an_update_leaves_nothing(file: Path) -> None:

@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
@@ -31,6 +32,7 @@ Replies: TypeAlias = dict[str, list[Reply]]
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 PAUSE_MODES = get_args(PauseMode)
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Freed(msgspec.Struct, frozen=True):
@@ -293,21 +295,28 @@ class Control:
         """
         if not self._running or self.is_stopped:
             return await work()
-        results, errors, ended = list[T](), list[Exception](), trio.Event()
+        results, errors, ended, waits = list[T](), list[Exception](), trio.Event(), True
 
+        @trio.lowlevel.enable_ki_protection
         async def run() -> None:
             try:
                 results.append(await work())
             except Exception as error:  # noqa: BLE001 - raised to the caller
-                errors.append(error)
+                if waits:
+                    errors.append(error)
+                else:
+                    _log.warning("a change failed after its caller was cancelled: %s", error)
             finally:
                 ended.set()
 
         self._tasks.start_soon(run)
-        await ended.wait()
+        try:
+            await ended.wait()
+        finally:
+            waits = False
         if results:
-            return results[0]
-        raise errors[0] if errors else SystemClosed
+            return results.pop()
+        raise errors.pop() if errors else SystemClosed
 
     async def collective_rpc(
         self,

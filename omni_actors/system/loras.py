@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +186,11 @@ class LoraControl(Control):
         return await self._to_the_end(in_turn)
 
     async def _keep_loras(self, changed: dict[str, LoraInfo], timeout_s: float) -> None:
-        """Make these the adapters; if a stage refuses, those before are left."""
+        """Make these the adapters. If a stage refuses, or cannot be told, those before are left at all stages."""
         before, self._loras.by_name = self._loras.by_name, changed
         concerned = {stage for each in (*before.values(), *changed.values()) for stage in each.stages}
+        told: dict[str, Any] = {}
+        """What each stage has kept before."""
         for stage in sorted(concerned):
             kept, was = (_kept(loras, stage) for loras in (changed, before))
             if kept != was:
@@ -198,7 +201,11 @@ class LoraControl(Control):
                             raise reply.error
                 except OmniError:
                     self._loras.by_name = before
+                    for other, kept_before in told.items():
+                        with suppress(OmniError):  # the first error says why the change failed
+                            await self.set_desired(KEEP, kept_before, stages=(other,), timeout_s=timeout_s)
                     raise
+                told[stage] = was
 
 
 def _is_name(given: Any) -> bool:

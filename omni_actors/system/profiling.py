@@ -83,7 +83,7 @@ class ProfileControl(Control):
         Raises InvalidRequest: no profile runs. Raises OSError: the file cannot be written, and an earlier one is as it
         was; if its directory is the reason, the profile goes on. A cancelled call drops the profile.
         """
-        path = Path(await trio.Path(path).absolute())
+        path = Path(await trio.Path(path).resolve())
         if self._ended.profiled is None:
             raise InvalidRequest("no profile runs", code="no_profile")
         with tempfile.TemporaryDirectory(prefix=".profile-", dir=path.parent) as folder:

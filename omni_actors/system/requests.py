@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, overload
 
@@ -308,4 +308,4 @@ class Requests:
 
 
 def _are_names(given: Any) -> bool:
-    return isinstance(given, Iterable) and all(isinstance(each, str) for each in given)
+    return isinstance(given, Collection) and all(isinstance(each, str) for each in given)

@@ -61,14 +61,24 @@ class WeightControl(Control):
 
         mode: "wait" or "abort", what happens to the requests that run (see ``pause_generation``). Raises InvalidRequest
         for another one ("keep" would compute one request with two versions), and for "wait" if a pause with "keep"
-        holds requests. Cancelling the wait leaves generation paused until ``finish_weight_update``.
+        holds requests. An update that goes on is waited for first. Cancelling the wait for requests leaves generation
+        paused until ``finish_weight_update``.
         """
+        await self._wait_for_turn()
+        await self._start(mode)
+
+    async def _wait_for_turn(self) -> None:
+        """Wait until no update goes on. What the caller does before its next checkpoint is done without one."""
+        await self._turn.acquire()
+        self._turn.release()
+
+    async def _start(self, mode: PauseMode) -> None:
+        """As ``start_weight_update``, beside the update of the caller."""
         if mode not in ("wait", "abort"):
             raise InvalidRequest(f'mode: found {mode!r}; accepted: "wait", "abort"', param="mode")
         if mode == "wait" and self._is_frozen and self._orchestrator.using(queued=False):
             message = 'generation is paused with "keep", so the requests that run cannot end; resume it, or abort them'
             raise InvalidRequest(message, param="mode", code="paused")
-        await trio.lowlevel.checkpoint()
         if not self._updating:
             self._paused_before, self._own_pauses = self._orchestrator.is_held, self._pauses
         self._own_pauses += 1
@@ -95,7 +105,8 @@ class WeightControl(Control):
                 default the path's last part, and "update-1", "update-2" … for tensors. It is "0" before all updates.
             stages: The stages whose model it is.
             mode: What happens to the requests that run, unless ``start_weight_update`` has paused generation.
-            timeout_s: Seconds to wait for the requests that run, and then for each worker.
+            timeout_s: Seconds to wait for the requests that run, and then for each worker. An earlier update is waited
+                for before, without a limit.
 
         Returns:
             The reply of each replica: the number of tensors that were ``updated``, and whether these were all
@@ -136,7 +147,7 @@ class WeightControl(Control):
             files = await trio.to_thread.run_sync(_files, Path(path))
             if alone:
                 with trio.move_on_after(timeout_s) as waiting:
-                    await self.start_weight_update(mode)
+                    await self._start(mode)
                 if waiting.cancelled_caught:
                     return self._all_timed_out(stages, timeout_s)
             arguments, has_begun = {"files": files, "version": version or Path(path).name}, True
@@ -160,7 +171,7 @@ class WeightControl(Control):
         self._memory.keep_only(self._files_in_use())
         try:
             if alone:
-                await self.finish_weight_update()
+                await self._finish()
         finally:
             self._turn.release()
 
@@ -176,7 +187,19 @@ class WeightControl(Control):
                 raise InvalidRequest(message, param="path", code="too_many_parts")
 
     async def finish_weight_update(self) -> None:
-        """Resume generation after ``start_weight_update``, unless a caller has paused it, too. No effect without it."""
+        """Resume generation after ``start_weight_update``, unless a caller has paused it, too. No effect without it.
+
+        An update that goes on is waited for first. Cancelling the wait does not cancel the rest.
+        """
+
+        async def in_turn() -> None:
+            await self._wait_for_turn()
+            await self._finish()
+
+        await self._to_the_end(in_turn)
+
+    async def _finish(self) -> None:
+        """As ``finish_weight_update``, beside the update of the caller."""
         with trio.CancelScope(shield=True):
             if self._updating and not self._paused_before and self._pauses == self._own_pauses:
                 await self.resume_generation()
