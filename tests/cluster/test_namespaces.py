@@ -99,8 +99,9 @@ class Interruption:
             time.sleep(INTERRUPTION_S)
 
 
-def first_record(listener: socket.socket, interruption: Interruption) -> bytes:
-    """Be the receiving end of a link, until its first record."""
+@contextmanager
+def first_record(listener: socket.socket, interruption: Interruption) -> Iterator[bytes]:
+    """Be the receiving end of a link. Give its first record, and end the connection after that."""
     while True:
         with listener.accept()[0] as connection, suppress(ConnectionError):
             acceptor = Acceptor(SECRET)
@@ -112,7 +113,8 @@ def first_record(listener: socket.socket, interruption: Interruption) -> bytes:
             acceptor.receive(proof)
             with interruption.of("sign"):
                 connection.sendall(ALIVE)
-            return connection.recv(HEADER.size + 5, socket.MSG_WAITALL)[HEADER.size :]
+            yield connection.recv(HEADER.size + 5, socket.MSG_WAITALL)[HEADER.size :]
+            return
 
 
 @pytest.mark.slow
@@ -127,9 +129,10 @@ def test_a_partition_while_a_link_opens_only_delays(nodes: tuple[Namespace, Name
             producer.send(b"first")
             with interruption.of("connection"):
                 near.send(7, ring.claim_consumer(), listener.getsockname())
-            assert first_record(listener, interruption) == b"first"
-            assert not losses.all()
-            near.close(7)
+            with first_record(listener, interruption) as record:
+                assert record == b"first"
+                assert not losses.all()
+                near.close(7)
 
 
 @pytest.mark.parametrize("mute", [(0,), (1,), (0, 1)])
