@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from omni_actors.errors import ConfigError, OmniError
-from omni_actors.plain_text import clean
+from omni_actors.plain_text import clean, encodable
 
 override_option = click.option(
     "-s", "--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Override a value: stages.llm.threads=2"
@@ -80,3 +81,8 @@ def click_errors(*, verbose: bool = False) -> Iterator[None]:
             shown += "\n(--verbose shows what the worker wrote to stderr)"
         kind = BadConfig if isinstance(error, ConfigError) else click.ClickException
         raise kind(clean(shown, keep_lines=True)) from error
+
+
+def echo_json(json: str) -> None:
+    """Print a JSON text on standard output, with escapes for what its encoding lacks."""
+    click.echo(encodable(json, getattr(sys.stdout, "encoding", None) or "utf-8"))

@@ -81,6 +81,13 @@ def test_ask_as_json_is_one_object_on_standard_output() -> None:
     assert answer["metrics"]["ttft_s"] > 0
 
 
+def test_json_has_escapes_for_what_the_output_cannot_encode() -> None:
+    command = [*PROGRAM, "ask", "--config", "echo", "5 → 𝄞", "--json"]
+    words = {"PYTHONIOENCODING": "iso-8859-1"}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | words, capture_output=True, check=True)
+    assert json.loads(done.stdout)["text"] == "5 → 𝄞"
+
+
 def test_ask_prints_the_answer_alone_on_standard_output() -> None:
     code, out, err = Command("ask", "--config", "echo", "hello").finish()
     assert (code, out) == (0, "hello\n")

@@ -103,6 +103,5 @@ def main() -> None:
         sys.path.append(os.getcwd())
     if sys.stdin is None:  # the shell has closed it
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - until the program ends
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a character that the terminal does not have is no reason to fail
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal does not have is no reason to fail
+        sys.stdout.reconfigure(errors="replace")

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes, run, seconds, wait_ready
-from omni_actors.command_line import PIPELINE, Number, click_errors, override_option, verbose_option
+from omni_actors.command_line import PIPELINE, Number, click_errors, echo_json, override_option, verbose_option
 from omni_actors.output_files import SOUND_SUFFIXES, SoundWriter
 from omni_actors.outputs import AudioChunk, RequestMetrics
 from omni_actors.plain_text import clean, escape
@@ -98,7 +98,7 @@ async def _ask(
             "rtf": metrics.rtf,
             "metrics": metrics,
         }
-        click.echo(escape(msgspec.json.encode(result).decode()))
+        echo_json(escape(msgspec.json.encode(result).decode()))
     else:
         click.echo()
         _print_metrics(metrics)

@@ -15,7 +15,7 @@ from rich import filesize
 
 from omni_actors import config as configuration
 from omni_actors.cli import cluster_picture
-from omni_actors.command_line import PIPELINE, BadConfig, click_errors, override_option
+from omni_actors.command_line import PIPELINE, BadConfig, click_errors, echo_json, override_option
 from omni_actors.config import Explained, Pipeline, Stage
 from omni_actors.config.devices import DeviceLayoutError, Layout, stage_layout
 from omni_actors.config.json_schema import json_schema
@@ -41,7 +41,7 @@ def list_configs() -> None:
 @config_group.command("schema")
 def schema() -> None:
     """Print the JSON schema of a pipeline file, with which editors check and complete it."""
-    click.echo(msgspec.json.format(msgspec.json.encode(json_schema()), indent=1).decode())
+    echo_json(msgspec.json.format(msgspec.json.encode(json_schema()), indent=1).decode())
 
 
 @config_group.command("explain")
@@ -75,7 +75,7 @@ def explain(config: str, show_all: bool, as_json: bool, nodes_file: Path | None,
             return
     needs = _layout(pipeline) + _memory(pipeline)
     if as_json:
-        click.echo(msgspec.json.encode(rows + needs).decode())
+        echo_json(msgspec.json.encode(rows + needs).decode())
     else:
         shown = [row for row in rows if show_all or row.origin != "default"]
         lines = [(row.path, msgspec.json.encode(row.value).decode(), _relative(row.origin)) for row in shown]
@@ -92,7 +92,7 @@ def _explain_cluster(pipeline: Pipeline, nodes_file: Path, *, as_json: bool) -> 
     nodes = cluster_picture.read_nodes(nodes_file)
     try:
         if as_json:
-            click.echo(msgspec.json.encode(cluster_picture.placement_rows(pipeline, nodes)).decode())
+            echo_json(msgspec.json.encode(cluster_picture.placement_rows(pipeline, nodes)).decode())
         else:
             cluster_picture.print_picture(pipeline, nodes)
     except NoPlace as error:

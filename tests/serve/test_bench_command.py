@@ -151,6 +151,8 @@ def test_a_plot_needs_matplotlib_and_says_so_before_the_run(tmp_path: Path, monk
     pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
     assert invoke(*arguments).exit_code == 0
     assert "<svg" in (tmp_path / "plot.svg").read_text()
+    assert invoke(*arguments[:-1], str(tmp_path / "figures")).exit_code == 0
+    assert (tmp_path / "figures.png").exists()
     unknown = invoke(*arguments[:-1], str(tmp_path / "plot.xyz"))
     assert unknown.exit_code == 2
     assert "plot.xyz: accepted are" in unknown.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from omni_actors import config
 from omni_actors.serve.api.audio_schemas import SpeechRequest, TranscriptionRequest
 from omni_actors.serve.api.response_schemas import ResponsesRequest
 from omni_actors.serve.api.schemas import ChatRequest
+from omni_actors.serve.http.errors import HTTPError, forget_frames
 from omni_actors.serve.media.audio import AudioEncoder
 from omni_actors.serve.server import serve
 from omni_actors.serve.settings import ServerSettings
@@ -95,6 +97,24 @@ async def test_a_request_that_the_server_refuses_is_freed(url: str) -> None:
     bad = {"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}
     asked = {"model": "studio", "messages": [{"role": "user", "content": [bad]}]}
     assert await kept_after(lambda: post(url, "/v1/chat/completions", json=asked)) == (400, [])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+async def test_a_body_that_is_too_large_is_freed(url: str, path: str) -> None:
+    """The error was in a frame that its traceback kept, beside the body."""
+    pieces = (b"x" * (1 << 20) for _ in range(40))
+    assert (await kept_after(lambda: post(url, path, content=pieces)))[0] == 413
+    assert [found for found in gc.get_objects() if isinstance(found, HTTPError)] == []
+
+
+def test_errors_that_caused_each_other_are_forgotten() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__context__ = second, first
+    for error in (first, second):
+        with suppress(ValueError):
+            raise error
+    forget_frames(first)
+    assert (first.__traceback__, second.__traceback__) == (None, None)
 
 
 @pytest.mark.parametrize("format", ["mp3", "flac"])

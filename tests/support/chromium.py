@@ -19,6 +19,19 @@ from typing import Any
 EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WATCHDOG_S = 60.0
 EXIT_S = 10.0
+SHOWN = """(async () => {
+  const frame = () => new Promise(requestAnimationFrame);
+  const { talk } = await import('/page/js/conversation.js');
+  await frame();
+  await new Promise((done) => {
+    const told = () => { talk.listeners.delete(told); done(); };
+    talk.listeners.add(told);
+    talk.update();
+  });
+  await frame();
+  await frame();
+})()"""
+"""Until the page has shown every change of the conversation so far."""
 _KEY_CODES = {"Escape": 27, "Enter": 13, " ": 32}
 """The codes of the keys that do something by default. Without them, the browser does not do it."""
 _NAVIGATED = (

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from omni_actors.cli.chat.conversation import reason_of
 from omni_actors.cli.chat.session import Session
 from omni_actors.cli.running import notes
 from omni_actors.errors import OmniError
@@ -74,8 +75,8 @@ async def _save(session: Session, argument: str) -> None:
     path = _path(argument)
     try:
         session.conversation.save(path)
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
-        raise CommandFailed(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, ValueError) as error:
+        raise CommandFailed(f"{path}: {reason_of(error)}") from error
     notes.print(f"saved: {path}", style="dim")
 
 

@@ -103,5 +103,10 @@ def _base64(path: Path) -> str:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise CannotAttach(f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB")
         return base64.b64encode(path.read_bytes()).decode()
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
-        raise CannotAttach(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, ValueError) as error:
+        raise CannotAttach(f"{path}: {reason_of(error)}") from error
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """Return why a file cannot be used, without its path. ValueError: the path has a NUL character."""
+    return getattr(error, "strerror", None) or str(error)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from omni_actors.cli.doctor import libraries, machine
 from omni_actors.cli.doctor.findings import Finding
-from omni_actors.command_line import PIPELINE
+from omni_actors.command_line import PIPELINE, echo_json
 from omni_actors.plain_text import clean
 from omni_actors.serve.settings import DEFAULTS
 
@@ -33,7 +33,7 @@ def doctor(pipelines: tuple[str, ...], port: int, as_json: bool) -> None:
     if as_json:
         found = list(checks)
         report = {"errors": _count(found, "error"), "warnings": _count(found, "warning"), "findings": found}
-        click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
+        echo_json(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         found = _print(checks)
     if _count(found, "error"):

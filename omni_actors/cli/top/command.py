@@ -103,7 +103,10 @@ def _is_terminal_gone(error: BaseException) -> bool:
 
 
 async def _wait_quit(keys: int, scope: trio.CancelScope) -> None:
-    """Cancel the scope when a key of ``QUIT`` is pressed. Raises OSError (EIO): the terminal was closed."""
+    """Cancel the scope when a key of ``QUIT`` is pressed, or the input ends.
+
+    Raises OSError (EIO): the terminal was closed.
+    """
     while True:
         await trio.lowlevel.wait_readable(keys)
         pressed = os.read(keys, 64)

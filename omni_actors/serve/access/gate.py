@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
-from omni_actors.serve.http.errors import HTTPError, quote_value
+from omni_actors.serve.http.errors import HTTPError, forget_frames, quote_value
 
 BODY_TIMEOUT_S = 60.0
 """From the head to the end of the body. No byte in between extends it."""
@@ -93,6 +93,7 @@ class RequestGate:
                 ticket.take_place()
             await self._app(scope, receive_body, counting_send)
         except HTTPError as error:
+            forget_frames(error)  # they hold the body that was read
             await error.response()(scope, receive, counting_send)
         finally:
             if ticket is not None:

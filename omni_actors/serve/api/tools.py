@@ -26,6 +26,10 @@ MAX_CALL_BYTES = 1 << 18
 """The limit of the JSON of one call, or of its arguments, in UTF-8."""
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_VALUES = frozenset(("const", "enum", "default", "examples"))
+"""The keywords of a JSON schema that hold values and no schemas."""
+_BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
+"""The keywords that hold schemas by name."""
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,7 +87,8 @@ class _Written(msgspec.Struct):
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
     """Return the JSON schema of a call of one of these tools, as the model writes it.
 
-    The schemas of the arguments are definitions of it, because vLLM resolves no reference into a list.
+    The schemas of the arguments are definitions of it, because vLLM cannot follow a ``$ref`` whose path
+    goes through ``anyOf``.
     """
     definitions, calls = {}, []
     for at, tool in enumerate(tools):
@@ -100,26 +105,35 @@ def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
     return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": definitions}
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """Return a schema that is a part of another one, at ``place``, with its references to itself."""
+def _moved(schema: Any, place: str, *, by_name: bool = False) -> Any:
+    """Return a schema that is a part of another one, at ``place``, with its references to itself.
+
+    by_name: the keys are not keywords, but names that the client chose.
+    """
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: _moved(value, place) for key, value in schema.items()}
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+    if by_name:
+        return {name: _moved(value, place) for name, value in schema.items()}
+    found = {
+        key: value if key in _VALUES else _moved(value, place, by_name=key in _BY_NAME) for key, value in schema.items()
+    }
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
         found["$ref"] = place + reference[1:]
     return found
 
 
 def written_call(text: str) -> ToolCall | None:
-    """Return the call that this text is; None if it is no call, or one that is too large or nested too deeply."""
+    """Return the call that this text is; None if it is none, or if the server would not take its arguments back."""
     try:
         call = msgspec.json.decode(_measured(text.strip(), DecodingCost("call")), type=_Written)
         arguments = bytes(call.arguments).decode()
+        _require_object(arguments)
     except (msgspec.DecodeError, UnicodeError, HTTPError):
         return None
-    return ToolCall.of(call.name, arguments) if arguments.startswith("{") else None
+    return ToolCall.of(call.name, arguments)
 
 
 async def checked_arguments(call: ToolCall, param: str) -> str:
@@ -131,13 +145,22 @@ async def checked_arguments(call: ToolCall, param: str) -> str:
     """
     arguments = call.function.arguments or "{}"
     try:
-        msgspec.json.decode(_measured(arguments, DecodingCost("JSON object")), type=dict[str, Any])
+        _require_object(arguments)
     except (msgspec.DecodeError, UnicodeError) as error:
         raise bad_request(f"{param}: not a JSON object: {error}", param) from error
     except HTTPError as error:
         raise bad_request(f"{param}: {error.message}", param, error.code) from error
     await trio.lowlevel.checkpoint()
     return arguments
+
+
+def _require_object(arguments: str) -> None:
+    """Decode the arguments of a call.
+
+    Raises msgspec.DecodeError, UnicodeError: they are not a JSON object, or a number is out of range. HTTPError: they
+    would take too long to decode.
+    """
+    msgspec.json.decode(_measured(arguments, DecodingCost("JSON object")), type=dict[str, Any])
 
 
 def _measured(text: str, cost: DecodingCost) -> bytes:

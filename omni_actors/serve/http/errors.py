@@ -79,7 +79,9 @@ def forget_frames(error: BaseException) -> None:
     does rarely (``system.garbage``).
     """
     found: BaseException | None = error
-    while found is not None:
+    seen: set[int] = set()  # causes may be a cycle
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
         found.__traceback__ = None
         found = found.__cause__ or found.__context__
 

@@ -24,7 +24,7 @@ import trio
 
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import bad_request
-from omni_actors.serve.media.containers import MAX_AUDIO_S, MAX_SAMPLES, decode_container, too_long
+from omni_actors.serve.media.containers import CONTAINERS, FRAMES, MAX_AUDIO_S, MAX_SAMPLES, decode_container, too_long
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm"]
@@ -75,17 +75,23 @@ async def decode(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
             _decode, data, param, left_s, left, abandon_on_cancel=True, limiter=_DECODERS
         )
         if isinstance(found, str):
-            found = await decode_container(data, param, max_s=left_s, max_samples=left, reason=found)
+            limiter = FRAMES if _begins_with_frames(data) else CONTAINERS
+            found = await decode_container(data, param, max_s=left_s, max_samples=left, reason=found, limiter=limiter)
         left_s -= found.duration_s
         left -= len(found.samples)
         clips.append(found)
     return clips
 
 
+def _begins_with_frames(data: bytes) -> bool:
+    """Return whether a file begins as MP3 or AAC without a container does."""
+    return data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
+
+
 def _decode(data: bytes, param: str, max_s: float, max_samples: int) -> AudioChunk | str:
     """Decode a file. Returns the reason if libsndfile cannot or must not read it (rule 4). Raises HTTPError."""
-    if data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0"):
-        return "it is not valid MP3"
+    if _begins_with_frames(data):
+        return "it is not valid MP3 or AAC"
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             if file.subtype.startswith("MPEG"):

@@ -1,11 +1,12 @@
-"""Decode the sound of containers that only FFmpeg reads (MP4, WebM, AAC, AVI, …), in a process with limits.
+"""Decode the sound of files that only FFmpeg may read (MP4, WebM, MP3, AAC, AVI, …), in a process with limits.
 
 Rules
 1. A file of a few bytes can claim millions of packets, and a parser in C can fail. So FFmpeg reads clients' files in a
    process of its own (``container_process.py``), which has limits of memory and time. Its end concerns one request.
 2. The process gets the file at its standard input and an empty environment. FFmpeg may open no other file and no
    address in it.
-3. Few of these processes run at the same time. They do not delay what libsndfile decodes.
+3. Few of these processes run at the same time. They do not delay what libsndfile decodes, and containers do not delay
+   MP3.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ MAX_SAMPLES = MAX_AUDIO_S * 48000
 """The limits of all audio in one request."""
 DECODING_S = 20.0
 """The time limit of one file."""
-_PROCESSES = trio.CapacityLimiter(2)
+CONTAINERS, FRAMES = trio.CapacityLimiter(2), trio.CapacityLimiter(2)
+"""How many processes run, for containers and for MP3 or AAC without one."""
 _PROGRAM = Path(container_process.__file__)
 
 
-async def decode_container(data: bytes, param: str, *, max_s: float, max_samples: int, reason: str) -> AudioChunk:
+async def decode_container(
+    data: bytes, param: str, *, max_s: float, max_samples: int, reason: str, limiter: trio.CapacityLimiter
+) -> AudioChunk:
     """Return the first sound of a file: float32 (samples,), mono, at its own rate.
 
     Args:
@@ -39,12 +43,13 @@ async def decode_container(data: bytes, param: str, *, max_s: float, max_samples
         max_s: the longest sound in seconds.
         max_samples: the most samples.
         reason: why no other decoder reads the file.
+        limiter: of the processes: ``CONTAINERS`` or ``FRAMES``.
 
     Raises HTTPError 400 about the parameter. Cancellation ends the process.
     """
     command = [sys.executable, "-I", str(_PROGRAM), str(max_s), str(max_samples)]
     done: subprocess.CompletedProcess[bytes] | None = None
-    async with _PROCESSES:
+    async with limiter:
         with trio.move_on_after(DECODING_S):
             done = await trio.run_process(
                 command, stdin=data, capture_stdout=True, stderr=subprocess.DEVNULL, check=False, env={}

@@ -4,7 +4,7 @@ Rules
 1. A response waits for the words of the user's recordings where the pipeline has a transcriber. Otherwise the pipeline
    hears the recordings themselves.
 2. If the model may call functions, and the pipeline speaks scripts, the text is spoken by a request of its own: calls
-   are not read aloud. What is written of a call that was cut before it was one is dropped for the same reason.
+   are not read aloud. The beginning of a call that was cut is dropped too.
 3. A conversation that is too long for the model loses its older half and is tried again, unless the session's
    ``truncation`` is "disabled". Messages of the system stay. Nothing has been sent by then.
 4. ``cancel`` ends the requests in every stage at once. Sound that has not left is dropped.

@@ -46,7 +46,8 @@ from omni_actors.turns import (
 KEPT_S = 45.0
 """How much sound without speech is kept. It exceeds the longest idle timeout."""
 _FOUND_WITHIN_MS = 320
-"""How much speech new settings may need to find a turn that was announced: ten windows of the detector."""
+"""How much sound, from where its speech began, new settings may need to find a turn that was announced: ten windows of
+the detector."""
 _THREADS = trio.CapacityLimiter(2)
 
 
@@ -168,6 +169,7 @@ class TurnTaking:
         data, size = self._sound.content(), bytes_per_s(self._format)
         for at in range(0, len(data), size):
             await self._judge(data[at : at + size])
+        self._stop_lost_turn()
 
     async def hear(self, data: bytes) -> None:
         """Take the next sound of the user, and do what it asks for. Raises HTTPError: the buffer is full."""
@@ -181,6 +183,7 @@ class TurnTaking:
             self._detector.reset()
         self._sound.append(data, self._format)
         await self._judge(data)
+        self._stop_lost_turn()
 
     async def _judge(self, data: bytes) -> None:
         """Have the detector judge sound that the buffer has got, and do what it asks for."""
@@ -193,9 +196,15 @@ class TurnTaking:
             await self._cut()
         if not self._detector.is_speaking:
             end_ms = self._begins_ms + self._detector.position_ms
-            if self._item.speech_ms is not None and end_ms >= self._item.speech_ms + _FOUND_WITHIN_MS:
-                self._post_stopped(end_ms)  # new settings do not find the turn
             self._sound.forget(end_ms - 1000 * KEPT_S, self._format)
+
+    def _stop_lost_turn(self) -> None:
+        """Stop a turn that was announced and that new settings do not find (rule 7)."""
+        if self._detector.is_speaking or self._item.speech_ms is None:
+            return
+        end_ms = self._begins_ms + self._detector.position_ms
+        if end_ms >= self._item.speech_ms + _FOUND_WITHIN_MS:
+            self._post_stopped(end_ms)
 
     def reset(self) -> None:
         """Forget the turn in progress: the client took or dropped its sound. The session takes the item."""

@@ -93,9 +93,13 @@ def _modalities(body: schemas.ChatRequest, pipeline: Pipeline) -> tuple[str, ...
     pictures only. A call that the model must make is text. Where a stage speaks the text of another one, it would read
     out the calls that the model may make.
     """
-    if must_call(body):
-        return ("text",)
     emitted = {stage.emits for stage in pipeline.stages.values()}
+    if must_call(body):
+        for modality in body.modalities or ():
+            if modality not in emitted:
+                message = f"modalities: no stage of {pipeline.name!r} emits {modality!r}; accepted: ['text']"
+                raise bad_request(message, "modalities", "unsupported_parameter")
+        return ("text",)
     speaks_texts = any("script" in stage.accepts for stage in pipeline.stages.values())
     if "audio" in (body.modalities or ()) and body.tools and body.tool_choice != "none" and speaks_texts:
         message = "modalities: calls of tools would be read out; accepted: ['text'], or tool_choice 'none'"
@@ -144,7 +148,7 @@ def require_possible(body: schemas.ChatRequest) -> None:
         message = "response_format: the answer is a call of a tool; accepted: {'type': 'text'}"
         raise bad_request(message, "response_format", "unsupported_parameter")
     for function in functions:
-        if (kind := function.parameters.get("type", "object")) != "object":
+        if (kind := function.parameters.get("type", "object")) not in ("object", ["object"]):
             message = f"tools: the parameters of {function.name!r} have the type {quote_value(kind)}"
             raise bad_request(f"{message}; accepted: 'object'", "tools", "invalid_value")
 

@@ -58,7 +58,7 @@ async def speech(request: Request) -> Response:
     with renaming(names):
         generation = system.generate(script=body.input, modalities=("audio",), **params)
         if format == "flac":
-            generation.played_at = None  # nobody listens before the file is complete
+            generation.played_at = None  # a client gets the file when it is complete
         else:
             generation.played_at = factor
         if body.stream_format == "sse":

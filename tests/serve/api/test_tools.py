@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.serve.api.json_body import MAX_DEPTH
-from omni_actors.serve.api.tools import MAX_CALL_BYTES, ToolCall, ToolCallFilter, checked_arguments, written_call
+from omni_actors.serve.api.tools import (
+    MAX_CALL_BYTES,
+    FunctionDefinition,
+    Tool,
+    ToolCall,
+    ToolCallFilter,
+    call_schema,
+    checked_arguments,
+    written_call,
+)
 from omni_actors.serve.http.errors import HTTPError
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -58,17 +67,43 @@ def test_calls_beyond_the_first_are_dropped_where_one_is_allowed() -> None:
     "arguments",
     [
         '{"n": 18446744073709551616, "m": -9223372036854775809}',
-        f'{{"n": {"9" * 5000}}}',
-        '{"x": 0.1000000000000000055511151231257827, "y": 1E400, "z": 1.0}',
+        '{"x": 0.1000000000000000055511151231257827, "z": 1.0}',
         '{ "a" :\t1,\n"a": 2 }',
         '{"a": "\\u00e9\\/"}',
     ],
 )
-def test_arguments_are_what_the_model_wrote(arguments: str) -> None:
+async def test_arguments_are_what_the_model_wrote(arguments: str) -> None:
     """Decoded and encoded again, other numbers and other text would come out, or none."""
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
     left, [call] = ToolCallFilter().push(text)
     assert (left, call.function.arguments) == ("", arguments)
+    assert await checked_arguments(call, "arguments") == arguments, "the client sends it back with its next message"
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "1E400"])
+def test_arguments_that_the_server_would_not_take_back_stay_text(number: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {{"n": {number}}}}}</tool_call>'
+    assert ToolCallFilter().push(text) == (text, [])
+
+
+def test_only_references_to_the_schema_itself_move_with_it() -> None:
+    values: Any = {
+        "const": {"$ref": "#"},
+        "enum": [{"$ref": "#/a"}],
+        "default": {"$ref": "#"},
+        "examples": [{"$ref": "#"}],
+    }
+    parameters = {
+        "properties": {"default": {"$ref": "#"}, "values": values, "anchor": {"$ref": "#name"}},
+        "items": {"$ref": "#/$defs/const"},
+        "$defs": {"const": {"anyOf": [{"$ref": "#/properties/default"}]}},
+    }
+    place = "#/$defs/arguments_0"
+    assert call_schema([Tool(FunctionDefinition("f", parameters=parameters))])["$defs"]["arguments_0"] == {
+        "properties": {"default": {"$ref": place}, "values": values, "anchor": {"$ref": "#name"}},
+        "items": {"$ref": f"{place}/$defs/const"},
+        "$defs": {"const": {"anyOf": [{"$ref": f"{place}/properties/default"}]}},
+    }
 
 
 def test_text_that_cannot_begin_a_call_is_not_pending() -> None:

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
-from omni_actors.serve.media import audio
+from omni_actors.serve.media import audio, containers
 from omni_actors.serve.media.audio import AudioEncoder, decode
+from tests.support.http_server import WATCHDOG_S
 
 
 def test_speech_as_wav(client: openai.OpenAI) -> None:
@@ -155,16 +156,28 @@ def test_a_damaged_mp3_is_decoded_without_a_word_on_stderr(
     assert capfd.readouterr().err == ""
 
 
+async def test_mp3_does_not_wait_behind_containers(
+    recording: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = trio.CapacityLimiter(1)
+    monkeypatch.setattr(audio, "CONTAINERS", busy)
+    async with busy:
+        with trio.fail_after(WATCHDOG_S):
+            assert len(await decode([(recording(1.0, format="MP3"), "file")])) == 1
+
+
 @pytest.mark.parametrize(("first", "second"), [("WAV", "WAV"), ("MP3", "FLAC"), ("FLAC", "MP3")])
 def test_recordings_of_a_request_share_its_limit(
     recording: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch, first: str, second: str
 ) -> None:
     """At any rate: the limit counts seconds."""
-    monkeypatch.setattr(audio, "MAX_AUDIO_S", 3)
+    for module in (audio, containers):
+        monkeypatch.setattr(module, "MAX_AUDIO_S", 3)
     files = [(recording(2.0, 8000, first), "first"), (recording(2.0, 8000, second), "second")]
     with pytest.raises(HTTPError) as caught:
         trio.run(decode, files)
     assert (caught.value.param, caught.value.code) == ("second", "audio_too_long")
+    assert "may have 3 s" in caught.value.message
     assert len(trio.run(decode, files[:1])) == 1
 
 

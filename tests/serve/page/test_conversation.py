@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve.conftest import Gallery
 from tests.serve.page.test_browser import enter
-from tests.support.chromium import EXECUTABLE, Page, open_page
+from tests.support.chromium import EXECUTABLE, SHOWN, Page, open_page
 from tests.support.http_server import Server
 
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
@@ -18,8 +18,6 @@ pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium
 TALK = "(await import('/page/js/conversation.js'))"
 """The module, in an async function."""
 LIST = "document.querySelector('.messages')"
-FRAMES = "new Promise((done) => requestAnimationFrame(() => setTimeout(() => requestAnimationFrame(done), 200)))"
-"""Until the page has shown what was changed before."""
 
 
 @pytest.fixture
@@ -122,9 +120,9 @@ def test_a_reader_who_has_scrolled_back_stays_there_until_a_new_message(page: Pa
     in_module(page, f"void (window.answer = talk.addMessage({{role: 'assistant', text: '{line}'.repeat(400)}}))")
     page.wait(f"{LIST}.scrollTop > 100", timeout_s=10)
     page.evaluate(f"void ({LIST}.scrollTop = 0)")
-    page.evaluate(FRAMES)
+    page.evaluate(SHOWN)
     in_module(page, f"talk.changed(answer, {{text: answer.text + '{line}'.repeat(40)}})")
-    page.evaluate(FRAMES)
+    page.evaluate(SHOWN)
     assert page.evaluate(f"{LIST}.scrollTop") == 0
     in_module(page, "void talk.addMessage({role: 'user', text: 'next', state: 'done'})")
     page.wait(f"{LIST}.scrollTop > 100", timeout_s=10)

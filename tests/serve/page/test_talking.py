@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chromium import EXECUTABLE, Page, open_page
+from tests.support.chromium import EXECUTABLE, SHOWN, Page, open_page
 from tests.support.http_server import Server, Start
 
 pytestmark = [
@@ -360,7 +360,7 @@ def test_what_arrives_after_the_end_of_a_session_begins_no_answer(page: Page) ->
     page.wait(f"{MODE}.then((mode) => mode === 'off')")
     before = page.evaluate("document.querySelectorAll('.message').length")
     page.evaluate("seen.held.splice(0).forEach((take) => take())")
-    page.evaluate("new Promise((resolve) => setTimeout(resolve, 100))")  # time to show what must not come
+    page.evaluate(SHOWN)
     assert page.evaluate("document.querySelectorAll('.message').length") == before
     assert page.evaluate("document.querySelectorAll('.message[data-state=open]').length") == 0
     assert page.evaluate("document.querySelector('#stop')") is None
@@ -371,7 +371,6 @@ def test_the_end_of_a_session_s_time_is_told(start: Start) -> None:
         page.open(server.url)
         page.wait("document.querySelector('#hands-free')")
         page.click("#hands-free")
-        page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
         page.wait("document.querySelector('.composer .error')?.innerText.includes('are over')", timeout_s=15)
         assert page.evaluate(MODE) == "off"
         assert page.errors == []

@@ -67,6 +67,19 @@ def test_a_turn_that_new_settings_find_a_little_later_goes_on(talk: Session) -> 
     assert events[0]["item_id"] == item_id
 
 
+def test_a_turn_that_new_settings_find_later_in_the_buffer_goes_on(talk: Session) -> None:
+    """With a threshold of 0, it begins seconds before the speech."""
+    speech = pcm(say(SENTENCES[0]))
+    detect(talk, {"type": "server_vad", "threshold": 0.0, "create_response": False})
+    talk.hear(silence(3) + speech[: len(speech) // 4 * 2])
+    item_id = talk.until(STARTED)[-1]["item_id"]
+    detect(talk, {"type": "server_vad", "create_response": False})
+    talk.hear(speech[len(speech) // 4 * 2 :] + silence(1))
+    events = talk.until("conversation.item.done")
+    assert [event["type"] for event in events] == TURN[1:]
+    assert events[0]["item_id"] == item_id
+
+
 def test_a_turn_that_new_settings_do_not_find_is_stopped(talk: Session) -> None:
     """With a threshold of 0, everything is speech."""
     detect(talk, {"type": "server_vad", "threshold": 0.0, "create_response": False})

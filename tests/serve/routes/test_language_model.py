@@ -170,16 +170,27 @@ def test_parameters_may_refer_to_their_definitions(client: openai.OpenAI, others
     assert json.loads(call.function.arguments) == expected[call.function.name]
 
 
+SPOKEN: Any = {"voice": "alloy", "format": "wav"}
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 @pytest.mark.parametrize("kind", ["integer", ["object", "null"], {}])
 def test_a_tool_that_must_be_called_takes_an_object(client: openai.OpenAI, choice: Any, kind: Any) -> None:
     """Its call would be none, because arguments are an object."""
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
     with pytest.raises(
         openai.BadRequestError, match=r"tools: the parameters of 'f' have the type .*; accepted: 'object'"
     ) as refused:
         ask(client, tools=[tool], tool_choice=choice)
     assert refused.value.param == "tools"
+    tool["function"]["parameters"] = {"type": ["object"]}
+    assert ask(client, tools=[tool], tool_choice=choice, max_tokens=2).choices
+
+
+def test_a_tool_that_must_be_called_hides_no_modality_that_is_not_there(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="emits 'audio'") as refused:
+        ask(client, tools=[WEATHER], tool_choice="required", modalities=["text", "audio"], audio=SPOKEN)
+    assert refused.value.param == "modalities"
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**100])

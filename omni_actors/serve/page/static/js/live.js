@@ -37,10 +37,10 @@ export function serverTime() {
   return live.value.state.at + (performance.now() - received) / 1000;
 }
 
-function take(state) {
+// before: the state before it in the same connection, if there was one. What happened between two connections is unknown.
+function take(state, before) {
   received = performance.now();
-  const { state: before, recoveries } = live.value;
-  const found = { ...recoveries };
+  const found = { ...live.value.recoveries };
   const earlier = Object.fromEntries(replicasOf(before).map((each) => [each.name, each.replica]));
   for (const { name, replica } of replicasOf(state)) {
     const since = earlier[name]?.down_since;
@@ -104,12 +104,14 @@ export async function follow() {
     const { signal, unwatch } = untilHidden();
     try {
       let state = null;
+      samples.length = 0;
       const query = new URLSearchParams({ stream: "true", ...(chosen && { pipeline: chosen }) });
       for await (const [name, data] of events(await call(`/v1/state?${query}`, { signal }), SILENCE_MS)) {
+        const before = state;
         if (name === "state") state = data;
         else if (name === "change") state = merge(state, data);
         else continue;
-        take(state);
+        take(state, before);
       }
     } catch (error) {
       if (error.name === "AbortError") {
