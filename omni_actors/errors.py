@@ -82,11 +82,17 @@ class NoPlace(OmniError):
 
 
 class ClusterUnavailable(OmniError):
-    """No agent could be started on some nodes of a cluster. nodes: the reason for each of these."""
+    """No agent could be started on some nodes of a cluster.
 
-    def __init__(self, nodes: Mapping[str, str]) -> None:
-        self.nodes = dict(nodes)
-        super().__init__("; ".join(f"node {node!r} cannot be used: {why}" for node, why in self.nodes.items()))
+    Attributes:
+        nodes: The reason for each of these nodes.
+        no_place: Which worker has no place on the others, in words; empty if that was not tried.
+    """
+
+    def __init__(self, nodes: Mapping[str, str], no_place: str = "") -> None:
+        self.nodes, self.no_place = dict(nodes), no_place
+        reasons = [f"node {node!r} cannot be used: {why}" for node, why in self.nodes.items()]
+        super().__init__("; ".join([*reasons, no_place] if no_place else reasons))
 
 
 class StartTimedOut(OmniError):

@@ -141,7 +141,7 @@ class Statistics(_Message, frozen=True):
 
 
 class Accepted(_Message, frozen=True):
-    """The first message: the agent is the one that the parent has started. From now on they share their end."""
+    """The first message: the parent has started this agent, which from now on ends with this connection."""
 
 
 class Refused(_Message, frozen=True):

@@ -27,7 +27,7 @@ from typing import Final
 from omni_actors.errors import OmniError
 
 NAME: Final = b"omnilnk"
-VERSION: Final = 2
+VERSION: Final = 3
 MAGIC: Final = NAME + bytes([VERSION])
 LONGEST_ROLE: Final = 8
 """Bytes of ASCII."""
@@ -123,7 +123,7 @@ class Acceptor(Handshake):
 
     @property
     def has_hello(self) -> bool:
-        """Whether the other side has said hello. Whoever knows the protocol can."""
+        """Whether the other side has said hello. Any process that knows the protocol can."""
         return bool(self._transcript)
 
     def receive(self, data: bytes) -> bytes:

@@ -5,7 +5,8 @@ Rules
    connection while others flood it, or cannot be reached for a moment. Pauses grow, and are random.
 2. These end the attempts at once: the other side has another secret or certificate, or speaks another version; the
    parent does not expect the agent.
-3. Once both sides are authenticated, the attempt lasts until the connection ends: the parent accepts an agent once.
+3. Once both sides are authenticated, the attempt lasts until the connection or ``JOIN_S`` ends: the parent accepts an
+   agent once.
 4. Once the parent has accepted it, the agent does not connect again. It ends with its connection, and its workers with
    it: the parent then has a lease to wait for, and starts a new agent.
 """
@@ -54,8 +55,8 @@ async def join(
             except ConnectionLost as error:
                 why = error.why
             except OSError as error:
-                each = error.__cause__  # trio's error for all addresses of the host
-                why = "; ".join(map(str, each.exceptions)) if isinstance(each, ExceptionGroup) else str(error)
+                causes = error.__cause__  # trio's errors for all addresses of the host
+                why = "; ".join(map(str, causes.exceptions)) if isinstance(causes, ExceptionGroup) else str(error)
             except (HandshakeFailed, control.ControlCorrupted) as error:
                 raise AgentFailed(str(error)) from error
             await trio.sleep(random.uniform(0.5, 1.0) * pause_s)

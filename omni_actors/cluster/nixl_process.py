@@ -4,7 +4,7 @@
          ◄── Loaded, Done, … ──
 
 NIXL has a process of its own for four reasons. A fault of NIXL or UCX, or a descriptor that crashes them, ends this
-process, and not a server or an agent. UCX listens on all network interfaces and asks no one who they are; here it can
+process, and not a server or an agent. UCX listens on all network interfaces and asks no secret of them; here it can
 reach the staging memory, and no prompts, keys or weights. NIXL has to be asked whether a READ is done; here that
 keeps no other thread awake. And its Python package logs to stdout and closes the log handlers of its process.
 

@@ -52,6 +52,11 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
         reserved = {node.name: _resources(pipeline, places, node) for node in nodes}
         ray.resources = reserved.__getitem__
         tls = make_credentials() if settings.tls else None
+
+        def replan() -> None:
+            plan_again(pipeline, places)
+            reserved.update({node.name: _resources(pipeline, places, node) for node in nodes})
+
         async with open_cluster(
             nodes,
             ray,
@@ -60,7 +65,7 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
             lease_s=settings.lease_s,
             tls=tls,
             transport=settings.transport,
-            replan=lambda: plan_again(pipeline, places),
+            replan=replan,
         ) as spawner:
             yield spawner
 

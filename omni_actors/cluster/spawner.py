@@ -283,7 +283,7 @@ class ClusterSpawner:
         try:
             replan()
         except NoPlace as error:
-            raise ClusterUnavailable(missing) from error
+            raise ClusterUnavailable(missing, str(error)) from error
         for name, why in missing.items():
             log_events.record(log_events.NodeLeftOut(node=name, reason=why))
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Strangers(Generic[T]):
-    """The connections, oldest first. What stands for one is the caller's."""
+    """The connections, oldest first. The caller chooses what stands for a connection."""
 
     def __init__(self) -> None:
         self._all: dict[T, tuple[str, Acceptor]] = {}

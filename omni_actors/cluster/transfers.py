@@ -218,7 +218,7 @@ class Transfers:
         self._failed: deque[tuple[float, int]] = deque()
         """When READs have failed, and where they had their extents."""
         self._waiting: dict[Callable[[], None], None] = {}
-        """Whom to wake when there may be room."""
+        """What to call when there may be room."""
 
     def _wait_started(self) -> bytes:
         self._socket.settimeout(START_S)

@@ -162,7 +162,7 @@ def _check_size(value: Mapping[str, Any], path: str, what: str, document: Docume
     try:
         size = len(msgspec.msgpack.encode(value))
     except (TypeError, ValueError, OverflowError) as error:
-        raise document.error(path, value, f"{what} that can be sent to a worker ({error})") from error
+        raise document.error(path, sorted(value), f"{what} that can be sent to a worker ({error})") from error
     if size > OPTIONS_BYTES:
         raise document.error(path, "more", f"{what} of at most {OPTIONS_BYTES} bytes")
 

@@ -55,6 +55,8 @@ def read(name: str) -> Document:
 
 def _read(reference: _Reference) -> Document:
     name = reference.name
+    if name in config_names():  # first: the current directory may be one that cannot be searched
+        return _read_file(_config_dir() / f"{name}.yaml", reference)
     try:
         path, is_file = reference.path, reference.path.is_file()
     except (OSError, RuntimeError) as error:  # a name that is too long, or the home of an unknown user
@@ -63,8 +65,6 @@ def _read(reference: _Reference) -> Document:
         if not is_file:
             raise reference.error("file", "the path of a YAML file that exists")
         return _read_file(path, reference)
-    if name in config_names():
-        return _read_file(_config_dir() / f"{name}.yaml", reference)
     if os.sep in name and is_file:
         return _read_file(path, reference)
     if (model := _find_model(reference)) is not None:

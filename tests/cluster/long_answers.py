@@ -55,7 +55,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 async def wait_ended(*pids: int) -> None:
-    """Wait until processes have ended, whoever is to reap them."""
+    """Wait until processes have ended. Another process may reap them."""
     for pid in pids:
         try:
             pidfd = os.pidfd_open(pid)

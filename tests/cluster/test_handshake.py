@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.cluster import handshake
-from omni_actors.cluster.handshake import MAGIC, MOST_BYTES, Acceptor, Connector, Handshake, HandshakeFailed
+from omni_actors.cluster.handshake import (
+    MAGIC,
+    MOST_BYTES,
+    VERSION,
+    Acceptor,
+    Connector,
+    Handshake,
+    HandshakeFailed,
+)
 
 SECRET = bytes(range(32))
 
@@ -80,9 +88,9 @@ def test_another_version_is_named_on_both_sides(monkeypatch: pytest.MonkeyPatch)
     answer = acceptor.receive(hello)
     with monkeypatch.context() as patch:
         patch.setattr(handshake, "VERSION", 9)
-        with pytest.raises(HandshakeFailed, match="version 2 of the protocol; this is version 9"):
+        with pytest.raises(HandshakeFailed, match=f"version {VERSION} of the protocol; this is version 9"):
             connector.receive(answer)
-    with pytest.raises(HandshakeFailed, match="version 9 of the protocol; this is version 2"):
+    with pytest.raises(HandshakeFailed, match=f"version 9 of the protocol; this is version {VERSION}"):
         acceptor.receive(connector.receive(answer))
     assert acceptor.wanted
     with pytest.raises(HandshakeFailed, match="does not speak"):

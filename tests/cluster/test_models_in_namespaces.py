@@ -91,8 +91,9 @@ async def on_nodes(ray: RayNodes, pipeline: Pipeline, nodes: Mapping[str, str]) 
     async with OmniSystem.open(placed, cluster=ray.address) as omni:
         assert {stage: ray.node_of(pid_of(omni, stage)) for stage in nodes} == nodes
         yield omni
-    while left := ray.agents_and_workers():
-        await wait_ended(*left)
+    with trio.fail_after(WATCHDOG_S):
+        while left := ray.agents_and_workers():
+            await wait_ended(*left)
 
 
 async def tell(omni: OmniSystem, on_audio: Callable[[], None] = lambda: None) -> list[Output]:

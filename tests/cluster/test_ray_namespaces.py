@@ -107,8 +107,9 @@ async def opened(ray: RayNodes, writers: Path, *, lease_s: float = SHORT_LEASE_S
             ours = {pid_of(omni, stage) for stage in PLACES} | {agent.pid for agent in spawner.agents.values()}
             assert ray.agents_and_workers() == ours
             yield OnRay(omni, spawner, agents)
-    while left := ray.agents_and_workers():
-        await wait_ended(*left)
+    with trio.fail_after(WATCHDOG_S):
+        while left := ray.agents_and_workers():
+            await wait_ended(*left)
 
 
 @contextmanager

@@ -143,7 +143,7 @@ class Prompt:
         if message.tool_calls:
             rendered["tool_calls"] = [_rendered_call(call) for call in message.tool_calls]
         if message.role == "tool":
-            rendered["tool_call_id"] = message.tool_call_id
+            rendered["tool_call_id"] = message.tool_call_id or ""
         return rendered
 
     def _text(self, message: Message) -> str:
@@ -180,4 +180,4 @@ def _rendered_call(call: ToolCall) -> dict[str, Any]:
         except (msgspec.DecodeError, UnicodeError) as error:
             message = f"messages: the arguments of a call of {call.function.name!r} are not a JSON object: {error}"
             raise InvalidRequest(message, param="messages") from error
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+    return {"id": call.id or "", "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

@@ -55,7 +55,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     """A call of a tool, as OpenAI's chat API has it."""
 
     function: FunctionCall
-    id: str = ""
+    id: str | None = None
     type: Literal["function"] = "function"
 
 
@@ -66,7 +66,7 @@ class Message(msgspec.Struct, frozen=True):
     content: str | list[TextPart | AudioPart | ImagePart | VideoPart]
     tool_calls: list[ToolCall] = []
     """The calls of tools that an assistant's message makes."""
-    tool_call_id: str = ""
+    tool_call_id: str | None = None
     """The call whose result a tool's message is."""
 
     @property
