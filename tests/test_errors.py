@@ -46,3 +46,9 @@ def test_an_error_can_be_pickled_and_copied(error: OmniError) -> None:
         assert {name: repr(fact) for name, fact in vars(same).items()} == {
             name: repr(fact) for name, fact in vars(error).items()
         }
+
+
+def test_each_error_that_can_be_raised_is_among_them() -> None:
+    found = {each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, OmniError)}
+    bases = {base for each in found for base in each.__bases__}
+    assert found - bases == {type(error) for error in EACH} - bases
