@@ -13,18 +13,7 @@ from omni_actors import config
 from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import ConfigError
 from omni_actors.system import OmniSystem
-
-GOOD = """\
-name: two
-stages:
-  first:
-    engine: echo
-    accepts: [script]
-  second:
-    engine: echo
-    inputs: [first]
-    emits: audio
-"""
+from tests.support.two_stages import GOOD
 
 
 @pytest.fixture

@@ -8,18 +8,7 @@ import pytest
 
 from omni_actors import config
 from omni_actors.errors import ConfigError
-
-GOOD = """\
-name: two
-stages:
-  first:
-    engine: echo
-    accepts: [script]
-  second:
-    engine: echo
-    inputs: [first]
-    emits: audio
-"""
+from tests.support.two_stages import GOOD
 
 
 @pytest.fixture

@@ -178,17 +178,25 @@ async def test_damaged_files_are_refused_and_nothing_changes(tmp_path: Path) -> 
         assert await versions(omni) == {"0"}
 
 
+async def cancel_an_update(omni: OmniSystem, file: Path) -> int:
+    """Cancel a caller when the engine of one replica has raised at the weights, and the other one has not answered.
+
+    Returns the pid of the other one, which is stopped: the update goes on.
+    """
+    pid = omni.health().stages["able"][0].pid or 0
+    os.kill(pid, signal.SIGSTOP)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(update, omni, file, "poison")
+        while omni.health().stages["able"][1].generation == 1:
+            await omni.wait_changed()
+        assert await omni.is_paused()
+        nursery.cancel_scope.cancel()
+    return pid
+
+
 async def test_an_update_is_brought_to_its_end_also_when_its_caller_was_cancelled(file: Path) -> None:
-    """The engine of one replica has raised at the weights, and the other one has not answered, when that happens."""
     async with opened() as omni:
-        pid = omni.health().stages["able"][0].pid or 0
-        os.kill(pid, signal.SIGSTOP)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(update, omni, file, "poison")
-            while omni.health().stages["able"][1].generation == 1:
-                await omni.wait_changed()
-            assert await omni.is_paused()
-            nursery.cancel_scope.cancel()
+        pid = await cancel_an_update(omni, file)
         assert await omni.is_paused(), "the update goes on"
         os.kill(pid, signal.SIGCONT)
         later = file.with_stem("later")
@@ -206,13 +214,7 @@ async def test_an_update_is_brought_to_its_end_also_when_its_caller_was_cancelle
 async def test_finishing_waits_for_an_update_whose_caller_was_cancelled(file: Path) -> None:
     async with opened() as omni:
         await omni.start_weight_update()
-        pid = omni.health().stages["able"][0].pid or 0
-        os.kill(pid, signal.SIGSTOP)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(update, omni, file, "poison")
-            while omni.health().stages["able"][1].generation == 1:
-                await omni.wait_changed()
-            nursery.cancel_scope.cancel()
+        pid = await cancel_an_update(omni, file)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(omni.finish_weight_update)
             await trio.testing.wait_all_tasks_blocked()
