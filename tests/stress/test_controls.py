@@ -126,7 +126,7 @@ def test_weights_that_change_within_a_request_are_found(
     async def hasty(self: OmniSystem, mode: PauseMode = "wait") -> None:
         pass
 
-    monkeypatch.setattr(OmniSystem, "start_weight_update", hasty)
+    monkeypatch.setattr(OmniSystem, "_start", hasty)
     operations = (Submit("audio, long", pace=5), Wait(20), UpdateWeights(), Settle())
     violations = found(planted("Hasty"), mark, *operations)
     assert any("outputs of 'second' with the weights 0 and 1" in each for each in violations), violations
