@@ -4,6 +4,7 @@
 # make test-perf   the tests that measure time, one after the other, and the expensive ones
 # make test-kills   SIGKILL at every tenth output, and every denoising step, of every stage; takes an hour
 # make test-cluster   the tests on a cluster, which they start on this machine: Ray's, and systems of other tests
+# make test-nixl   the tests of NIXL as a transport between nodes, which this installs first
 # make test-worlds   all tests of replays and of engines with their workers on other nodes; takes half an hour
 # make test-portable   the numeric tests, with rounding noise as other machines have it
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
@@ -14,6 +15,7 @@
 # make bench-pipeline   and of a whole request beside bare queues, ZMQ and Ray actors
 # make bench-recovery   and of what the death of a worker costs a client
 # make bench-cluster   and of two and three nodes on lines with delays, beside one machine; needs root
+# make bench-nixl   and of NIXL between two nodes, beside TCP
 # make bench-gpu   the omni models and pictures on a CUDA device, with random weights
 # make bench-images   and of pictures, beside diffusers' pipeline and one after another
 # make bench-calls   and of calls to a system whose stages all compute
@@ -40,7 +42,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo demo-image serve test test-perf test-kills test-cluster test-worlds test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
+.PHONY: help setup demo demo-image serve test test-perf test-kills test-cluster test-nixl test-worlds test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-nixl bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
 .DELETE_ON_ERROR:
 
 help:
@@ -88,6 +90,13 @@ test-cluster: setup
 	$(BIN)/python -m pytest -n 2 --world agents -m "not slow and not kills" tests/replay $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -n 2 --timeout 300 --world agents -k "$(WORLD_ENGINES)" tests/stages/test_in_workers.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest --world ray -m "not slow" tests/replay/test_exact_replays.py tests/replay/test_checkpoints.py $(PYTEST_ARGS)
+
+test-nixl: setup .venv/nixl
+	$(BIN)/python -m pytest tests/cluster/test_nixl.py tests/cluster/test_nixl_faults.py tests/cluster/test_nixl_nodes.py tests/cluster/test_nixl_setting.py $(PYTEST_ARGS)
+
+.venv/nixl: .venv/installed
+	$(call phase,Installing NIXL (70 MB),$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(EXTRAS),nixl]')
+	@touch $@
 
 test-worlds: setup
 	$(BIN)/python -m pytest -n 2 --timeout 300 --world agents -m "not kills" tests/replay tests/stages/test_in_workers.py $(PYTEST_ARGS)
@@ -143,6 +152,9 @@ bench-realtime: setup
 
 bench-cluster: setup
 	$(BIN)/python -m bench.cluster $(BENCH_ARGS)
+
+bench-nixl: setup .venv/nixl
+	UCX_TLS=tcp $(BIN)/python -m bench.nixl $(BENCH_ARGS)
 
 bench-gpu: setup
 	$(BIN)/python -m bench.gpu $(BENCH_ARGS)
