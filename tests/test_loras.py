@@ -17,11 +17,13 @@ from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import InvalidAdapter, InvalidRequest, TooManyCalls, Unsupported
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.protocol.messages import Desired
 from omni_actors.serve.app import build
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.settings import ServerSettings
 from omni_actors.stages.adapters.files import read
+from omni_actors.stages.adapters.options import KEEP
 from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.sync import Omni
 from omni_actors.system import OmniSystem
@@ -185,13 +187,22 @@ def test_the_blocking_face_has_the_methods(tmp_path: Path) -> None:
         assert omni.list_loras() == []
 
 
-async def test_a_change_that_no_worker_can_be_told_leaves_the_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stuck", ["first", "second"])
+async def test_a_change_that_a_worker_cannot_be_told_changes_no_stage(tmp_path: Path, stuck: str) -> None:
     async with opened() as omni:
         await omni.add_lora("a", saved(tmp_path / "a", "1"))
-        os.kill(frozen := pid_of(omni, "first"), signal.SIGSTOP)
+        desired = {stage: adapters_kept(omni, stage) for stage in PIPELINE.stages}
+        assert all(desired.values())
+        os.kill(frozen := pid_of(omni, stuck), signal.SIGSTOP)
         for _ in range(MAX_CALLS):
-            await omni.set_desired("freeze", {"frozen": False}, stages=["first"], timeout_s=0.0)
+            await omni.set_desired("freeze", {"frozen": False}, stages=[stuck], timeout_s=0.0)
         with pytest.raises(TooManyCalls):
             await omni.remove_lora("a")
         assert [info.name for info in omni.list_loras()] == ["a"]
+        assert {stage: adapters_kept(omni, stage) for stage in PIPELINE.stages} == desired
         os.kill(frozen, signal.SIGCONT)
+
+
+def adapters_kept(omni: OmniSystem, stage: str) -> list[Desired]:
+    """Return what the next worker of a stage will be told of adapters."""
+    return [part for part in omni._supervisor.desired.of(stage) if part.capability == KEEP]
