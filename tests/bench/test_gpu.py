@@ -24,7 +24,8 @@ def test_the_same_code_runs_on_the_cpu_with_tiny_models(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--tiny"]
     for option, file in files.items():
         command += [option, str(file)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
     found = json.loads(files["--json"].read_text())
     assert {(row["model"], row["at once"]) for row in found["serving"]} == {
         (name, count) for name in checkpoints.FAMILIES for count in (1, 2)
