@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from omni_actors.errors import CallTimedOut, InvalidRequest, OmniError, SystemCl
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
+from omni_actors.system.control import Replies
 from tests.support.controllable_engine import FACTORY
 from tests.support.open_descriptors import weights_in_memory
 
@@ -183,8 +185,15 @@ async def cancel_an_update(omni: OmniSystem, file: Path) -> int:
 
     Returns the pid of the other one, which is stopped: the update goes on.
     """
-    pid = omni.health().stages["able"][0].pid or 0
-    os.kill(pid, signal.SIGSTOP)
+    pid, call = omni.health().stages["able"][0].pid or 0, omni.call
+
+    async def call_and_stop(*args: Any, **kwargs: Any) -> Replies:
+        replies = await call(*args, **kwargs)
+        os.kill(pid, signal.SIGSTOP)
+        omni.call = call
+        return replies
+
+    omni.call = call_and_stop  # the update asks first whether the engines take weights
     async with trio.open_nursery() as nursery:
         nursery.start_soon(update, omni, file, "poison")
         while omni.health().stages["able"][1].generation == 1:
