@@ -56,6 +56,7 @@ def test_a_steady_load_of_any_level_changes_the_number_once_at_most(
     assert run.wanted(1790.0) <= math.ceil(load / DOWN_UTILIZATION) + 1, "with few replicas more than it needs"
 
 
+@pytest.mark.slow
 def test_random_arrivals_and_services_seldom_change_the_number() -> None:
     """Twenty minutes of steady load each: most of them without any change. Too many replicas leave one by one."""
     counts = [

@@ -157,7 +157,8 @@ while True:
 """So many connections that say nothing. One that is closed is made again."""
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1000, 10_000])
 async def test_an_agent_joins_during_a_flood_that_is_kept_up(count: int) -> None:
     if (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < count + 100:
         pytest.skip(f"a process may have {most} descriptors here")

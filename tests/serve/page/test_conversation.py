@@ -13,7 +13,10 @@ from tests.serve.page.test_browser import enter
 from tests.support.chromium import EXECUTABLE, SHOWN, Page, open_page
 from tests.support.http_server import Server
 
-pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
+pytestmark = [
+    pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine"),
+    pytest.mark.slow,
+]
 
 TALK = "(await import('/page/js/conversation.js'))"
 """The module, in an async function."""

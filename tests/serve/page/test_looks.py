@@ -44,6 +44,7 @@ def page(chain: Server) -> Iterator[Page]:
 
 
 @needs_chromium
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 390, 820, 1024, 1104, 1280, 1920])
 def test_nothing_is_wider_than_the_window_and_no_stage_is_squeezed(page: Page, chain: Server, width: int) -> None:
     page.resize(width, 800, phone=width < 500)

@@ -10,7 +10,10 @@ import pytest
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import Server
 
-pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
+pytestmark = [
+    pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine"),
+    pytest.mark.slow,
+]
 
 SENT_RATE = 24_000
 
@@ -82,7 +85,6 @@ def test_a_tone_that_24_khz_cannot_hold_is_silenced(page: Page, rate: int) -> No
     assert np.abs(captured(page, rate, 16_000)).max() < 0.01
 
 
-@pytest.mark.slow
 def test_the_microphone_is_read_at_the_rate_of_the_device(studio: Server) -> None:
     """Firefox connected a microphone only to a context of the device's rate."""
     with open_page() as page:

@@ -15,7 +15,10 @@ from PIL import Image
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import WATCHDOG_S, Server, Start
 
-pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
+pytestmark = [
+    pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine"),
+    pytest.mark.slow,
+]
 
 PAINTER = """\
 name: painter
@@ -58,7 +61,6 @@ def test_before_there_is_a_call_the_example_is_what_the_pipeline_can_do(page: Pa
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a cat"}]}, "chat.completion.chunk"),
     ],
 )
-@pytest.mark.slow
 def test_the_python_of_a_call_prints_its_events(
     page: Page, tmp_path: Path, path: str, body: dict[str, Any], printed: str
 ) -> None:

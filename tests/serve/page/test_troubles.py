@@ -13,7 +13,10 @@ from omni_actors.serve.state_feed import MAX_VIEWERS
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import Server, Start
 
-pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
+pytestmark = [
+    pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine"),
+    pytest.mark.slow,
+]
 
 PROBLEM = "document.querySelector('.problem')?.innerText || ''"
 MOST_WAITING_S = 60
@@ -143,7 +146,6 @@ def _overlap(one: dict[str, float], other: dict[str, float]) -> bool:
     return not (apart or one["bottom"] < other["top"] or other["bottom"] < one["top"])
 
 
-@pytest.mark.slow
 def test_a_player_keeps_nothing_of_what_was_heard(page: Page, studio: Server) -> None:
     page.open(studio.url)
     page.evaluate(
@@ -158,7 +160,6 @@ def test_a_player_keeps_nothing_of_what_was_heard(page: Page, studio: Server) ->
     assert unexpected(page) == []
 
 
-@pytest.mark.slow
 def test_reading_waits_while_a_minute_of_sound_is_not_played(page: Page, start: Start) -> None:
     with start("-s", "stages.mind.options.fan_out=15000") as server:  # 1,500 s of sound: no browser buffers that
         page.open(server.url)

@@ -93,7 +93,7 @@ def chain(rule: str, end: str, *, upper: bool, lines: int = 500) -> str:
 
 @pytest.mark.parametrize("rule", ["{name}:{next}", '{name}:{next}"a"', "{name}:{next}?"])
 @pytest.mark.parametrize("upper", [False, True], ids=["rules", "terminals"])
-@pytest.mark.parametrize("end", ['"a"', "nowhere"])
+@pytest.mark.parametrize("end", ['"a"', pytest.param("nowhere", marks=pytest.mark.slow)])
 def test_a_long_chain_of_rules_ends_no_worker(engine: LLMEngine, rule: str, upper: bool, end: str) -> None:
     """It is compiled, and the answer has it or the request fails alone."""
     params = {"structured_outputs": {"grammar": chain(rule, end, upper=upper)}, "max_tokens": 4}
