@@ -77,6 +77,15 @@ async def test_input_that_cannot_be_encoded_fails_only_its_own_request(omni: Omn
 
 
 @with_shared_system
+async def test_input_that_is_too_large_for_a_message_fails_only_its_own_request(omni: OmniSystem) -> None:
+    untouched = np.zeros(1 << 32, np.uint8)  # it takes no memory until it is written
+    fine = omni.submit({"script": [Input({"text": "x"})]}, ["audio"])
+    with pytest.raises(InvalidRequest, match="cannot be sent: a message of"):
+        await read(omni.submit({"script": [Input({}, {"array": untouched})]}, ["audio"]))
+    assert len(await read(fine)) == 1
+
+
+@with_shared_system
 async def test_parameters_that_cannot_be_encoded_are_refused(omni: OmniSystem) -> None:
     for value in (object(), 10**30, "x" * 200_000):
         with pytest.raises(InvalidRequest, match="parameters of stage"):
