@@ -68,6 +68,8 @@ def invalid_input() -> Iterator[Input]:
     yield Input(deep)
     yield Input({}, {"array": np.array([object()])})
     yield Input({}, {"array": [1, 2, 3]})
+    yield Input({3: "x"})  # type: ignore[dict-item]
+    yield Input({}, {3: np.zeros(1)})  # type: ignore[dict-item]
     yield Input(5)  # type: ignore[arg-type]
 
 
