@@ -81,6 +81,11 @@ class Producer:
         """
         return self._end.head() >= position or self._end.peer_closed()
 
+    @property
+    def consumer_closed(self) -> bool:
+        """Whether the consumer has closed: nothing more can be sent."""
+        return self._end.peer_closed()
+
     def park(self) -> bool:
         """After ``try_reserve`` or ``try_send`` found no room: announce sleep until there is, and look again.
 

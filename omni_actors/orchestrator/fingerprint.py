@@ -25,9 +25,12 @@ def encode_piece(piece: Input, *, request: int, source: str, seq: int, last: boo
     """Return the chunk that carries a piece of input. Raises InvalidRequest if it cannot be encoded."""
     try:
         header = chunks.ChunkHeader(request=request, source=source, seq=seq, last=last, data=dict(piece.data))
-        return chunks.on_host(chunks.encode(header, piece.tensors))
+        encoded = chunks.on_host(chunks.encode(header, piece.tensors))
     except Exception as error:
         raise InvalidRequest(f"the input cannot be encoded: {error}") from error
+    if not all(isinstance(name, str) for name in (*piece.data, *piece.tensors)):
+        raise InvalidRequest("the input cannot be encoded: the names of small data and of tensors are strings")
+    return encoded
 
 
 class Fingerprint:

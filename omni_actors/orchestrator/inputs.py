@@ -127,8 +127,8 @@ class InputMover:
         """Send a stage what its incarnation lacks of the input that has arrived.
 
         Returns early if the incarnation dies, or has not confirmed a repeated ``Start`` yet: the stage is sent its
-        input from the first piece on when it has. Raises InvalidRequest if a piece cannot be encoded. Cancellation:
-        some pieces may be sent.
+        input from the first piece on when it has. Raises InvalidRequest if a piece cannot be encoded, or is too large.
+        Cancellation: some pieces may be sent.
         """
         address, cursor = self._address(request, stage), request.input.cursor(stage)
         if address is None:
@@ -140,6 +140,8 @@ class InputMover:
                 size = await edge.send(_encoded(request, cursor, due))
             except trio.ClosedResourceError:
                 return
+            except ValueError as error:
+                raise InvalidRequest(f"a piece of the input cannot be sent: {error}") from error
             _count(request, address, cursor, size)
             await trio.lowlevel.checkpoint()
 

@@ -15,7 +15,6 @@ from omni_actors.errors import StageCrashed, StageFailed, StageUnavailable, Work
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.replay_rule import Fail, Replay, Unavailable, Untouched, decide_replay, idle_stages
-from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import EndRequest, Request
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol.messages import Address
@@ -45,9 +44,6 @@ class ReplayExecution:
                 crash = StageCrashed(address.stage, address.replica, generation, exit)
                 request.deaths.add(crash, request.stats.get(address.stage))
                 self._decide(request)
-                is_done = request.replay_state.stages[address.stage].phase is Phase.LOST
-                if is_done and not request.lifecycle.ended:
-                    self._trials.clear(request)  # the worker had finished its part
         self._suspects.advance()
 
     def stage_failed(self, failure: StageFailed) -> None:
@@ -99,6 +95,8 @@ class ReplayExecution:
                     self._dispatcher.drop(request, stage)
         state.wait_for(verdict.stages if isinstance(verdict, Replay) else ())
         request.input.recheck()
+        if isinstance(verdict, Untouched | Replay):
+            self._suspects.decided(request)
         match verdict:
             case Untouched():
                 if state.is_complete(waived=idle_stages(state)):

@@ -84,8 +84,14 @@ class Affinity:
 
     @functools.cached_property
     def prefixes(self) -> tuple[bytes, ...]:
-        """A hash of the first block of the prompt, of the first two, and so on."""
-        return tuple(prefix_hashes(self._inputs()))
+        """A hash of the first block of the prompt, of the first two, and so on.
+
+        Of input that cannot be encoded there are only those before: the request ends when its input is sent.
+        """
+        found = list[bytes]()
+        with suppress(Exception):
+            found.extend(prefix_hashes(self._inputs()))
+        return tuple(found)
 
 
 class StageRouting:

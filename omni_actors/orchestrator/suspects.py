@@ -22,6 +22,7 @@ from omni_actors.errors import Quarantined, WorkerExit
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.quarantine import Culprit, Quarantine
+from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import EndRequest, Request
 from omni_actors.orchestrator.trials import Group, died_by_itself
 from omni_actors.protocol.messages import Address
@@ -87,6 +88,14 @@ class Suspects:
             self._trials.clear(request)
             self._have_left = True
         if self._trials or self._have_left:
+            self._changed.unpark_all()
+
+    def decided(self, request: Request) -> None:
+        """Handle that it is known which stages start again: a suspect that needs no more of its stage is cleared."""
+        group = self._trials.group_of.get(request)
+        if group is not None and request.replay_state.stages[group.stage].phase is Phase.LOST:
+            self._trials.clear(request)
+            self._have_left = True
             self._changed.unpark_all()
 
     def request_ended(self, request: Request, *, done: bool) -> None:

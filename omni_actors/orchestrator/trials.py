@@ -7,9 +7,10 @@ Rules
    Otherwise all requests that the worker was working on are suspects.
 2. Suspects with the same fingerprint form a unit. One of them is tried, and the others share its result.
 3. Suspects wait in groups. One group of a stage is on trial at a time, on a replica that takes no other request
-   meanwhile. A unit is cleared when the stage has finished its tried request. A group is cleared when its probation is
-   over and its worker has answered a ping since; so a worker that hangs does not clear its group. If another stage of a
-   tried request starts again, the probation does too.
+   meanwhile. A unit is cleared when the stage has finished its tried request, or when it turns out that the stage had
+   nothing more to do for one of its requests. A group is cleared when its probation is over and its worker has answered
+   a ping since; so a worker that hangs does not clear its group. If another stage of a tried request starts again, the
+   probation does too.
 4. A group that is known to contain a culprit is halved. The less suspicious half is tried first: units that were
    suspects in fewer deaths, that have fewer requests, and that are older. If a suspect leaves without a result, it may
    have been the culprit: the others are tried in halves too, each of which may contain none.

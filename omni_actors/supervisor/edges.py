@@ -20,7 +20,7 @@ import trio
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Connect, ControlMessage, WorkerSpec
 from omni_actors.supervisor.devices import same_memory
 from omni_actors.supervisor.process import EdgeRing, Spawner
-from ringbuf import Consumer, Frame, Producer, RingClosed, RingCorrupted, RingError, RingStatistics
+from ringbuf import Consumer, Frame, MessageTooLarge, Producer, RingClosed, RingCorrupted, RingError, RingStatistics
 
 Post: TypeAlias = Callable[[ControlMessage, Sequence[int]], None]
 Kill: TypeAlias = Callable[[str], None]
@@ -65,7 +65,7 @@ class InputEdge:
         """Send one message, waiting for room and for earlier calls. Return its bytes.
 
         Cancellation: the message is sent whole or not at all. A worker that has corrupted the ring is killed. Raises
-        trio.ClosedResourceError when the worker dies.
+        trio.ClosedResourceError when the worker dies, ValueError (no ring takes a message of this size).
         """
         try:
             self._turn.acquire_nowait()  # without a checkpoint, so that requests of one turn are sent together
@@ -77,6 +77,8 @@ class InputEdge:
                     await trio.lowlevel.wait_readable(self._producer.fileno())
         except (RingClosed, RingCorrupted) as error:
             raise self._closed(error) from error
+        except MessageTooLarge as error:
+            raise ValueError(str(error)) from error
         finally:
             self._turn.release()
         return sum(buffer.nbytes for buffer in buffers)

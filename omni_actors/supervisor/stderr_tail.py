@@ -10,6 +10,10 @@ import trio
 
 LINES = 40
 LONGEST_LINE = 4096
+READ_BYTES = 4096
+"""What is read in one turn of the event loop, so that a worker that writes without end takes no turn from others."""
+PIPE_BYTES = 65536
+"""What a pipe contains at most."""
 
 
 class StderrTail:
@@ -23,29 +27,27 @@ class StderrTail:
     @trio.lowlevel.enable_ki_protection
     async def follow(self) -> None:
         """Read until every process has closed the other end."""
-        while self._read():
+        while self._read(READ_BYTES):
             await trio.lowlevel.wait_readable(self._fd)
 
     def drain(self) -> None:
-        """Read what is there now. A child of the worker may keep the pipe open and write later; that is not read."""
-        self._read()
+        """Read what is there now. A child of the worker may keep the pipe open and write on; that is not read."""
+        self._read(PIPE_BYTES)
         if self._pending:
             self._add(self._pending)
             self._pending = b""
 
-    def _read(self) -> bool:
-        """Read what is there. Return whether a process still has the other end open."""
-        while True:
-            try:
-                data = os.read(self._fd, 65536)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            *lines, pending = (self._pending + data).split(b"\n")
-            self._pending = pending[-LONGEST_LINE:]
-            for line in lines:
-                self._add(line)
+    def _read(self, size: int) -> bool:
+        """Read up to ``size`` bytes of what is there. Return whether a process still has the other end open."""
+        try:
+            data = os.read(self._fd, size)
+        except BlockingIOError:
+            return True
+        *lines, pending = (self._pending + data).split(b"\n")
+        self._pending = pending[-LONGEST_LINE:]
+        for line in lines:
+            self._add(line)
+        return bool(data)
 
     def _add(self, line: bytes) -> None:
         text = line[-LONGEST_LINE:].decode(errors="replace").rstrip()

@@ -131,6 +131,8 @@ class EngineLoop:
     def park(self, *, receiving: bool) -> list[int]:
         """Return the doorbells to sleep on after a turn without progress. [] if there is something to do already."""
         bells = [self._control.bell()]
+        for out in self._outgoing.values():
+            out.close_if_unread()
         bells += [out.producer.fileno() for out in self._outgoing.values() if out.waiting_bytes]
         if receiving:
             if any(edge.early is not None for edge in self._incoming.values()):

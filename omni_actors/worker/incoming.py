@@ -34,6 +34,7 @@ class Incoming:
             return self.consumer.try_recv()
         except RingClosed:
             self.ended = True
+            self.close()  # its memory is freed with the producer's replica
             return None
 
     def complete(self, header: ChunkHeader, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:

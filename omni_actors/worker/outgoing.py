@@ -134,6 +134,11 @@ class Outgoing:
         self._waiting_of = collections.Counter(each.request for each in kept)
         self.waiting_bytes = sum(each.size for each in kept)
 
+    def close_if_unread(self) -> None:
+        """Close the ring if its consumer has, so that its memory is freed with the consumer's replica."""
+        if not self.ring.closed and self.producer.consumer_closed:
+            self.close()
+
     def close(self) -> None:
         """Close the ring. Its consumer is dead, or reads no more of it than what it has copied."""
         self.drop()

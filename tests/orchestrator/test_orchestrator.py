@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from omni_actors.errors import InvalidRequest, Overloaded, SlowConsumer
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
 from tests.orchestrator.census import MAX_REQUESTS, ONE, ask, in_flight, is_free_everywhere, lose_bottom
-from tests.support.echo_systems import read, until
+from tests.support.echo_systems import one_stage, read, until
 from tests.support.shared_system import SharedSystem, with_shared_system
 
 
@@ -57,23 +58,45 @@ async def test_unread_output_is_bounded() -> None:
 # Input and parameters
 
 
-@with_shared_system
-async def test_input_that_cannot_be_encoded_fails_only_its_own_request(omni: OmniSystem) -> None:
+def invalid_input() -> Iterator[Input]:
+    """Yield pieces of input that cannot be encoded."""
+    yield Input({"thing": object()})
+    yield Input({"number": 10**30})
     deep: dict[str, Any] = {}
     for _ in range(100_000):
         deep = {"deeper": deep}
-    for piece in (
-        Input({"thing": object()}),
-        Input({"number": 10**30}),
-        Input(deep),
-        Input({}, {"array": np.array([object()])}),
-        Input({}, {"array": [1, 2, 3]}),
-        Input(5),  # type: ignore[arg-type]
-    ):
+    yield Input(deep)
+    yield Input({}, {"array": np.array([object()])})
+    yield Input({}, {"array": [1, 2, 3]})
+    yield Input({3: "x"})  # type: ignore[dict-item]
+    yield Input({}, {3: np.zeros(1)})  # type: ignore[dict-item]
+    yield Input(5)  # type: ignore[arg-type]
+
+
+@with_shared_system
+async def test_input_that_cannot_be_encoded_fails_only_its_own_request(omni: OmniSystem) -> None:
+    for piece in invalid_input():
         fine = omni.submit({"script": [Input({"text": "x"})]}, ["audio"])
         with pytest.raises(InvalidRequest, match="cannot be encoded"):
             await read(omni.submit({"script": [piece]}, ["audio"]))
         assert len(await read(fine)) == 1
+
+
+async def test_input_that_cannot_be_encoded_is_routed_by_its_prefix_too() -> None:
+    async with OmniSystem.open(one_stage(routing="prefix")) as omni:
+        for piece in invalid_input():
+            with pytest.raises(InvalidRequest, match="cannot be encoded"):
+                await read(omni.submit({"script": [piece]}, ["audio"]))
+        assert in_flight(omni) == 0
+
+
+@with_shared_system
+async def test_input_that_is_too_large_for_a_message_fails_only_its_own_request(omni: OmniSystem) -> None:
+    untouched = np.zeros(1 << 32, np.uint8)  # it takes no memory until it is written
+    fine = omni.submit({"script": [Input({"text": "x"})]}, ["audio"])
+    with pytest.raises(InvalidRequest, match="cannot be sent: a message of"):
+        await read(omni.submit({"script": [Input({}, {"array": untouched})]}, ["audio"]))
+    assert len(await read(fine)) == 1
 
 
 @with_shared_system

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -282,6 +283,26 @@ async def test_messages_that_wake_nothing_ring_the_bell_when_the_socket_is_full(
                 received += (await read(theirs))[0]
             assert received == [Abort(number) for number in range(posted)]
     os.close(bell)
+
+
+async def test_a_message_that_wakes_nothing_waits_behind_those_that_wait_for_room_in_the_socket() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    with theirs:
+        async with open_mailbox(ours, 10_000) as mailbox:
+            numbers = itertools.count()
+            while not mailbox._writing:
+                mailbox.post(Abort(next(numbers)))
+                await trio.testing.wait_all_tasks_blocked()
+            received: list[ControlMessage] = []
+            with suppress(BlockingIOError):
+                while True:  # now there is room, which the writer does not know yet
+                    received += messages.unpack(theirs.recv(messages.MAX_PACKET_BYTES))
+            mailbox.post(Abort(last := next(numbers)), wakes=False)
+            while len(received) <= last:
+                received += (await read(theirs))[0]
+            assert received == [Abort(number) for number in range(last + 1)]
 
 
 async def test_a_mailbox_loses_nothing_when_its_block_is_left_before_it_is_sent() -> None:

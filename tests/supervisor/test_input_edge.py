@@ -13,6 +13,7 @@ from omni_actors.supervisor.edges import InputEdge
 from ringbuf import Consumer, Ring
 
 RING_BYTES = 64 * 1024
+WATCHDOG_S = 10.0
 
 
 class Edge:
@@ -70,6 +71,23 @@ async def test_a_message_without_room_is_not_sent_and_none_overtakes_one_that_wa
             assert there.edge.try_send(of(b"o", size)) is None
         assert there.received() == [b"f" * size] * (filled - 1) + [b"w" * size]
         assert there.edge.try_send(of(b"o", size)) == size
+
+
+async def test_closing_an_edge_ends_a_send_that_waits_for_room() -> None:
+    with opened() as there:
+        while there.edge.try_send(of(b"f", RING_BYTES // 4)) is not None:
+            pass
+
+        async def send() -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await there.edge.send(of(b"w", RING_BYTES // 4))
+
+        with trio.fail_after(WATCHDOG_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send)
+                await trio.testing.wait_all_tasks_blocked()
+                there.edge.close()
+                there.ring.close()  # as the supervisor does: no bell rings after that
 
 
 async def test_a_send_to_a_dead_worker_says_so() -> None:

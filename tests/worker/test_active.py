@@ -55,3 +55,10 @@ def test_an_engine_learns_whether_its_request_is_replayed() -> None:
     first = start(1, (CLIENT,))
     again = msgspec.structs.replace(first, replayed=True)
     assert [stage_request(each, None, None).replayed for each in (first, again)] == [False, True]
+
+
+def test_a_replayed_request_takes_no_chunk_before_the_first_one() -> None:
+    """What was sent to its start of before, which was aborted in this worker, may still be in the ring."""
+    active = ActiveRequest(msgspec.structs.replace(start(1, (CLIENT,)), replayed=True), 0.0)
+    accepted = [active.accept(chunk(1, CLIENT, seq, last=False), {}, UPSTREAM) for seq in (2, 3, 0, 1, 2)]
+    assert accepted == [False, False, True, True, True]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omni_actors.protocol.messages import Abort, CheckpointMemory, Finished, Started
+from omni_actors.protocol.messages import Abort, Answer, Call, CheckpointMemory, Finished, Started
 from omni_actors.worker.control import AttachCheckpoint
 from ringbuf import Consumer, FrameBorrowed, Producer, Snapshot, decode_bundle, encode_bundle
 from tests.support.checkpointing_engine import CheckpointingEngine, after, first_state, steps_done
@@ -141,10 +141,14 @@ def test_a_checkpoint_beyond_a_bound_is_not_kept(
 def test_the_bound_of_the_worker_is_over_its_active_requests(begin: Begin) -> None:
     harness, into, out = begin()
     bounds = {"checkpoint_bytes": PLENTY, "worker_retain_bytes": 2 * MEMORY_BYTES - 1}
+    harness.post(Call(1, "freeze", {"frozen": True}))  # so that neither ends before the other has begun
+    assert harness.next_message() == Answer(1)
     for request in (1, 2):
         harness.start(request, **bounds)
-    for request in (1, 2):
         send(into, request, 0, last=True)
+    harness.wait_asleep()
+    harness.post(Call(2, "freeze", {"frozen": False}))
+    assert harness.next_message() == Answer(2)
     for _ in range(6):
         receive(out)
     assert messages_until_finished(harness) == [CheckpointMemory(1)]

@@ -30,7 +30,7 @@ from ringbuf import RingClosed
 from tests.support.engine_loop_harness import WATCHDOG_S, LoopHarness, echo, receive, send
 from tests.support.stage_context import stage_context
 
-BELOW = Address("below", 0)
+BELOW, GONE = Address("below", 0), Address("below", 1)
 
 
 def test_chunks_pass_in_order_and_finished_is_sent_after_the_last(harness: LoopHarness) -> None:
@@ -294,6 +294,20 @@ def test_a_producer_that_closes_is_no_error(harness: LoopHarness) -> None:
     harness.start(2)
     send(again, 2, 0, text="back", last=True)
     assert receive(out).data["text"] == "back"
+
+
+def test_the_rings_of_a_replica_that_is_gone_are_freed(harness: LoopHarness) -> None:
+    gone, left = harness.input(), harness.input(replica=1)
+    unread, out, below = harness.output(target=GONE), harness.output(), harness.output(target=BELOW)
+    harness.run(echo())
+    harness.start(1, targets=(CLIENT_ADDRESS, GONE, BELOW))
+    gone.close()
+    unread.close()
+    harness.wait_asleep()
+    assert [edge.ring.closed for edge in harness.loop._incoming.values()] == [True, False]
+    assert [edge.ring.closed for edge in harness.loop._outgoing.values()] == [True, False, False]
+    send(left, 1, 0, text="to those that are left", last=True)
+    assert receive(out).data["text"] == receive(below).data["text"] == "to those that are left"
 
 
 @pytest.mark.parametrize("seqs", [(1,), (0, 2)])

@@ -1,0 +1,71 @@
+"""Suspects that are found innocent without a trial, on simulated workers in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import trio
+import trio.testing
+
+from omni_actors.config import Pipeline, Restart, Stage
+from omni_actors.generation import Generation
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.protocol.messages import Address
+from omni_actors.stages.base import Chunk, StageCheckpoint, StageFailure, StageOutput
+from omni_actors.stages.echo.engine import EchoEngine
+from omni_actors.stress.simulation.fault_points import PlannedKill
+from omni_actors.stress.simulation.spawner import SimulatedSpawner
+from omni_actors.stress.simulation.worker import WorkerBehavior
+from omni_actors.system import OmniSystem
+from tests.support.simulated_system import read, until
+
+FIRST, SECOND = Address("first", 0), Address("second", 0)
+
+
+class Crashes(EchoEngine):
+    """An engine whose worker crashes at the output of a request with ``poison``."""
+
+    crash: ClassVar[Callable[[], None]]
+
+    def step(self) -> Iterator[StageOutput | StageFailure | StageCheckpoint]:
+        for output in super().step():
+            if isinstance(output, StageOutput) and "poison" in output.data:
+                Crashes.crash()
+                raise PlannedKill
+            yield output
+
+
+class Holds(EchoEngine):
+    """An engine that does not answer a request with ``hold``."""
+
+    def feed(self, request_id: int, chunk: Chunk) -> None:
+        if "hold" not in chunk.data:
+            super().feed(request_id, chunk)
+
+
+async def test_a_suspect_that_its_stage_had_finished_delays_no_other_suspect(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The worker crashes in a step in which it has sent the last chunk of another request, and not reported that."""
+    quick = Restart(intensity=9, backoff_s=0.01, backoff_max_s=0.01)
+    echo: dict[str, Any] = {"deterministic": True, "restart": quick}
+    stages = {
+        "first": Stage(engine=f"{__name__}:Crashes", accepts=("script",), emits="text", **echo),
+        "second": Stage(engine=f"{__name__}:Holds", inputs=("first",), emits="audio", **echo),
+    }
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(1.0, 0.1), lambda note: None)
+    Crashes.crash = lambda: spawner.living[FIRST].die(signal="SIGSEGV")
+    async with OmniSystem.open(Pipeline(name="two", stages=stages), spawner=spawner) as omni:
+
+        def submit(**data: str) -> Generation:
+            return omni.submit({"script": [Input(data)]}, ["audio"])
+
+        spawner.living[SECOND].stop_process()
+        held, poison, innocent = submit(hold="yes"), submit(poison="yes"), submit(text="innocent")
+        await until(lambda: omni.health().stages["first"][0].restarts == 1)
+        spawner.living[SECOND].continue_process()
+        with trio.fail_after(60.0):
+            assert [output.data["text"] for output in await read(innocent)] == ["innocent"]
+        held.abort()
+        poison.abort()
