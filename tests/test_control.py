@@ -189,7 +189,19 @@ async def test_a_refused_change_is_taken_back_also_when_its_caller_was_cancelled
             nursery.cancel_scope.cancel()
         os.kill(frozen, signal.SIGCONT)
         assert notes(await omni.call("notes", stages=["able"])) == [{}], "the worker has answered the change before"
-        await trio.testing.wait_all_tasks_blocked()
+        os.kill(frozen, signal.SIGKILL)
+        await wait_generation(omni, 0, 2)
+        assert notes(await omni.call("notes", stages=["able"])) == [{}]
+
+
+async def test_a_change_that_is_refused_after_its_timeout_is_taken_back() -> None:
+    async with opened() as omni:
+        freeze(frozen := pid_of(omni, "able"))
+        for _ in range(2):  # tried again, before the worker has answered
+            replies = await omni.set_desired("note", {"name": "a", "text": ""}, stages=["able"], timeout_s=0.0)
+            assert isinstance(replies["able"][0].error, CallTimedOut)
+        os.kill(frozen, signal.SIGCONT)
+        assert notes(await omni.call("notes", stages=["able"])) == [{}], "the worker has answered the changes before"
         os.kill(frozen, signal.SIGKILL)
         await wait_generation(omni, 0, 2)
         assert notes(await omni.call("notes", stages=["able"])) == [{}]

@@ -178,6 +178,22 @@ async def test_damaged_files_are_refused_and_nothing_changes(tmp_path: Path) -> 
         assert await versions(omni) == {"0"}
 
 
+async def test_weights_that_are_refused_after_the_timeout_are_taken_back(file: Path) -> None:
+    os.truncate(file, 8)
+    async with opened() as omni:
+        pids = [replica.pid or 0 for replica in omni.health().stages["able"]]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        await omni.start_weight_update()
+        late = await omni.update_weights(file, version="1", stages=STAGES, timeout_s=0.0)
+        assert [type(reply.error) for reply in late["able"]] == [CallTimedOut, CallTimedOut]
+        assert await omni.get_weight_version() == {"able": "1"}, "the workers may still take them"
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        await omni.call("worker_status")  # which they answer after the update
+        assert await omni.get_weight_version() == {"able": "0"}
+
+
 async def cancel_an_update(omni: OmniSystem, file: Path) -> int:
     """Cancel a caller when the engine of one replica has raised at the weights, and the other one has not answered.
 

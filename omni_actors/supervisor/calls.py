@@ -65,6 +65,8 @@ class PendingCall:
         self.changes_state = changes_state
         self.deadline = trio.current_time() + timeout_s
         """Until when the caller waits, on trio's clock."""
+        self.on_refusal: Callable[[], None] = lambda: None
+        """Called when the engine refuses the call, also after the deadline."""
         self._reply: Reply | None = None
         self._ended = trio.Event()
 
@@ -124,7 +126,9 @@ class Calls:
         refusal = answer.refusal
         if refusal is None:
             pending.end(Reply(msgspec.msgpack.decode(answer.value)))
-        elif refusal.unsupported is not None:
+            return
+        pending.on_refusal()
+        if refusal.unsupported is not None:
             pending.end(Reply(error=Unsupported(pending.address.stage, refusal.unsupported, refusal.message)))
         else:
             pending.end(Reply(error=InvalidRequest(refusal.message, param=refusal.param, code=refusal.code)))
@@ -154,7 +158,8 @@ class DesiredState:
     def set(self, stage: str, capability: str, arguments: Mapping[str, Any], key: str = "") -> Callable[[], None]:
         """Set one part, behind all others, and return a function that takes this back.
 
-        That function gives the part its earlier value and place again, unless it was set anew meanwhile.
+        That function gives the part its earlier value and place again, unless it was set anew meanwhile. An earlier
+        value that is the same is removed with it: it is a change that was tried again, and is refused too.
         Raises InvalidRequest if the stage's state becomes too large to send.
         """
         name, part, earlier = (capability, key), Desired(capability, dict(arguments)), self._parts.get(stage, {})
@@ -167,7 +172,8 @@ class DesiredState:
             current = self._parts[stage]
             if current.get(name) is part:
                 rest = _without(current, name)
-                old = {each: rest.get(each, value) for each, value in earlier.items() if each == name or each in rest}
+                kept = {each for each, value in earlier.items() if each in rest or (each == name and value != part)}
+                old = {each: rest.get(each, value) for each, value in earlier.items() if each in kept}
                 self._parts[stage] = {**old, **rest}
 
         return undo

@@ -3,8 +3,8 @@
 Rules
 1. A call waits for its own timeout at each replica alone: a stage that stands still delays no other stage's reply.
 2. What the parent knows itself is answered without a call.
-3. A task of the system brings a change of the desired state to its end, also when its caller is cancelled: what an
-   engine refused must not stay, because the next worker could not load.
+3. What an engine refuses is taken out of the desired state when its answer arrives, also if the caller was cancelled,
+   or its timeout has passed: the next worker could not load.
 """
 
 from __future__ import annotations
@@ -249,26 +249,15 @@ class Control:
 
         Returns:
             As ``call``. A replica without a worker replies ``WorkerLost``, and its next worker makes the call. If an
-            engine of a stage refuses the call, the stage's desired state is again what it was.
+            engine of a stage refuses the call, also after its timeout, the desired state is again what it was.
 
         Raises as ``call``, InvalidRequest if the desired state becomes too large, and TooManyCalls if a worker has many
         changes of its state to answer. Nothing has changed then, at any replica. Cancelling the wait does not cancel
         the change.
         """
         chosen = self._stages(stages)
-        calls, undo = self._begin_change(capability, arguments, key, chosen, timeout_s)
-
-        async def settle() -> Replies:
-            replies = await self._replies(calls, chosen)
-            for stage, of_stage in replies.items():
-                if any(isinstance(reply.error, InvalidRequest) for reply in of_stage):
-                    undo[stage]()
-            return replies
-
-        try:
-            return await self._to_the_end(settle)
-        except SystemClosed:  # the calls end as their workers do
-            return await settle()
+        calls, _ = self._begin_change(capability, arguments, key, chosen, timeout_s)
+        return await self._replies(calls, chosen)
 
     def _begin_change(
         self, capability: str, arguments: Mapping[str, Any], key: str, stages: Sequence[str], timeout_s: float
@@ -281,11 +270,14 @@ class Control:
         try:
             for stage in stages:
                 undo[stage] = self._supervisor.desired.set(stage, capability, arguments, key)
-            return self._begin_calls(capability, arguments, stages, timeout_s, changes_state=True), undo
+            calls = self._begin_calls(capability, arguments, stages, timeout_s, changes_state=True)
         except OmniError:
             for each in undo.values():
                 each()
             raise
+        for call in calls:
+            call.on_refusal = undo[call.address.stage]
+        return calls, undo
 
     async def _to_the_end(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run ``work`` in a task of the system, and return its result. Cancelling the wait does not cancel it.

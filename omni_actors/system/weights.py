@@ -161,7 +161,8 @@ class WeightControl(Control):
     ) -> Replies:
         try:
             replies = await self._update(stages, arguments, timeout_s)
-            await self._merge_tensors()
+            if not any(isinstance(reply.error, CallTimedOut) for of_stage in replies.values() for reply in of_stage):
+                await self._merge_tensors()  # else an engine may still refuse them, which takes them back
             return replies
         finally:
             await self._end_turn(alone)
