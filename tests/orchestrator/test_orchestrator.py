@@ -68,6 +68,8 @@ async def test_input_that_cannot_be_encoded_fails_only_its_own_request(omni: Omn
         Input(deep),
         Input({}, {"array": np.array([object()])}),
         Input({}, {"array": [1, 2, 3]}),
+        Input({1: "x"}),  # type: ignore[dict-item]
+        Input({}, {1: np.zeros(1)}),  # type: ignore[dict-item]
         Input(5),  # type: ignore[arg-type]
     ):
         fine = omni.submit({"script": [Input({"text": "x"})]}, ["audio"])
