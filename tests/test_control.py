@@ -112,6 +112,19 @@ async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_t
         assert notes(await omni.call("notes")) == [{}, {}]
 
 
+async def test_a_call_that_cannot_be_sent_is_refused_and_ends_no_worker() -> None:
+    wrong: list[tuple[Any, Any, Any]] = [(5, {}, 1.0), ("\ud800", {}, 1.0), ("note", {"name": "a", "text": ""}, None)]
+    wrong += [("note", arguments, 1.0) for arguments in (5, {1: 2}, {"name": object()}, {"name": "\ud800"})]
+    async with opened() as omni:
+        for capability, arguments, timeout_s in wrong:
+            for method in (omni.call, omni.set_desired):
+                with pytest.raises(InvalidRequest):
+                    await method(capability, arguments, timeout_s=timeout_s)
+        os.kill(pid_of(omni, "able"), signal.SIGKILL)
+        await wait_generation(omni, 0, 2)
+        assert notes(await omni.call("notes", stages=["able"])) == [{}]
+
+
 async def test_a_change_of_state_reaches_a_worker_that_has_many_calls_to_answer() -> None:
     async with opened() as omni:
         running = ask(omni, "running")

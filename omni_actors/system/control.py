@@ -267,6 +267,7 @@ class Control:
         Raises as ``set_desired``.
         """
         undo: dict[str, Callable[[], None]] = {}
+        _require_sendable(capability, arguments, timeout_s)
         try:
             for stage in stages:
                 undo[stage] = self._supervisor.desired.set(stage, capability, arguments, key)
@@ -380,15 +381,7 @@ class Control:
         changes_state: whether it changes their desired state. Such a call reaches every replica that has a worker.
         Raises InvalidRequest, and for a change TooManyCalls: nothing was posted.
         """
-        if math.isnan(timeout_s):
-            raise InvalidRequest("timeout_s: expected seconds, found nan", param="timeout_s")
-        try:
-            size = len(msgspec.msgpack.encode(arguments))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(f"arguments of {capability!r}: {error}", param="arguments") from error
-        if size > LARGEST_ARGUMENTS:
-            message = f"arguments of {capability!r}: at most {LARGEST_ARGUMENTS} bytes can be sent, found {size}"
-            raise InvalidRequest(message, param="arguments")
+        _require_sendable(capability, arguments, timeout_s)
         chosen = [replica for address, replica in self._supervisor.replicas.items() if address.stage in stages]
         for replica in chosen if changes_state else ():
             if replica.worker is not None and not replica.incarnation.calls.has_room(changes_state=True):
@@ -401,3 +394,17 @@ class Control:
         for call in calls:  # their deadlines are the same, so waiting in turn takes no longer
             replies.setdefault(call.address.stage, []).append(await call.wait())
         return replies
+
+
+def _require_sendable(capability: Any, arguments: Any, timeout_s: Any) -> None:
+    """Raise InvalidRequest for a call that cannot be sent, or that a worker could not decode: it would end."""
+    if not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
+        raise InvalidRequest(f"timeout_s: expected seconds, found {timeout_s!r:.200}", param="timeout_s")
+    try:
+        encoded = msgspec.msgpack.encode([capability, arguments])
+        msgspec.msgpack.decode(encoded, type=tuple[str, dict[str, Any]])
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise InvalidRequest(f"arguments of {capability!r:.200}: {error}", param="arguments") from error
+    if len(encoded) > LARGEST_ARGUMENTS:
+        message = f"arguments of {capability!r}: at most {LARGEST_ARGUMENTS} bytes can be sent, found {len(encoded)}"
+        raise InvalidRequest(message, param="arguments")
