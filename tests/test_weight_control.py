@@ -120,6 +120,19 @@ async def test_a_pause_that_begins_during_an_update_lasts(file: Path) -> None:
         assert await versions(omni) == {"0"}
 
 
+async def test_generation_that_is_resumed_during_an_update_goes_on_at_its_end(file: Path) -> None:
+    async with opened() as omni:
+        await omni.pause_generation("wait")
+        await omni.start_weight_update()
+        await omni.resume_generation()
+        assert await omni.is_paused(), "the update goes on"
+        held = ask(omni)
+        assert await update(omni, file, "1") == [None, None]
+        await omni.finish_weight_update()
+        assert not await omni.is_paused()
+        assert (await held.collect()).data["text"]["weights_version"] == "1"
+
+
 async def test_weights_at_which_workers_are_killed_are_taken_back(file: Path) -> None:
     """As by the kernel, for lack of memory: each worker that gets these weights ends by SIGKILL."""
     async with opened() as omni:

@@ -12,6 +12,7 @@ Rules
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ from omni_actors.protocol.messages import Address, Answer, Call, Desired
 MAX_CALLS = 16
 CALL_MESSAGES = 2 * MAX_CALLS
 """Most messages about calls that a worker has not answered."""
+LARGEST_ARGUMENTS = 64 * 1024
+"""Most bytes of a call's arguments, encoded: they travel in one control message."""
 LARGEST_DESIRED = 64 * 1024
 """Most bytes of one stage's desired state, encoded: it travels in ``Configure``."""
 
@@ -190,3 +193,17 @@ class DesiredState:
 
 def _without(parts: Mapping[tuple[str, str], Desired], name: tuple[str, str]) -> dict[tuple[str, str], Desired]:
     return {each: part for each, part in parts.items() if each != name}
+
+
+def require_sendable(capability: Any, arguments: Any, timeout_s: Any) -> None:
+    """Raise InvalidRequest for a call that cannot be sent, or that a worker could not decode: it would end."""
+    if not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
+        raise InvalidRequest(f"timeout_s: expected seconds, found {timeout_s!r:.200}", param="timeout_s")
+    try:
+        encoded = msgspec.msgpack.encode([capability, arguments])
+        msgspec.msgpack.decode(encoded, type=tuple[str, dict[str, Any]])
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise InvalidRequest(f"arguments of {capability!r:.200}: {error}", param="arguments") from error
+    if len(encoded) > LARGEST_ARGUMENTS:
+        message = f"arguments of {capability!r}: at most {LARGEST_ARGUMENTS} bytes can be sent, found {len(encoded)}"
+        raise InvalidRequest(message, param="arguments")

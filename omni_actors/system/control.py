@@ -10,7 +10,6 @@ Rules
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -19,12 +18,10 @@ import trio
 
 from omni_actors.errors import InvalidRequest, OmniError, SystemClosed, TooManyCalls
 from omni_actors.orchestrator.orchestrator import Orchestrator
-from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply
+from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply, require_sendable
 from omni_actors.supervisor.supervisor import Supervisor
 
 CALL_TIMEOUT_S = 10.0
-LARGEST_ARGUMENTS = 64 * 1024
-"""Most bytes of a call's arguments, encoded: they travel in one control message."""
 
 Replies: TypeAlias = dict[str, list[Reply]]
 """By stage, the reply of each of its replicas in their order, standbys included."""
@@ -183,12 +180,16 @@ class Control:
     async def resume_generation(self) -> None:
         """Generate again after ``pause_generation``. Has no effect if generation is not paused.
 
+        During an update of weights (see ``start_weight_update``), it has its effect when the update ends.
         Raises TooManyCalls: a worker has many changes of its state to answer. Generation is still paused; try again.
         """
         await trio.lowlevel.checkpoint()
         if self._is_frozen:
             self._begin_calls("freeze", {"frozen": False}, self._stages(None), CALL_TIMEOUT_S, changes_state=True)
             self.drop_desired("freeze")
+        self._release()
+
+    def _release(self) -> None:
         self._orchestrator.hold(held=False)
 
     async def is_paused(self) -> bool:
@@ -267,7 +268,7 @@ class Control:
         Raises as ``set_desired``.
         """
         undo: dict[str, Callable[[], None]] = {}
-        _require_sendable(capability, arguments, timeout_s)
+        require_sendable(capability, arguments, timeout_s)
         try:
             for stage in stages:
                 undo[stage] = self._supervisor.desired.set(stage, capability, arguments, key)
@@ -381,7 +382,7 @@ class Control:
         changes_state: whether it changes their desired state. Such a call reaches every replica that has a worker.
         Raises InvalidRequest, and for a change TooManyCalls: nothing was posted.
         """
-        _require_sendable(capability, arguments, timeout_s)
+        require_sendable(capability, arguments, timeout_s)
         chosen = [replica for address, replica in self._supervisor.replicas.items() if address.stage in stages]
         for replica in chosen if changes_state else ():
             if replica.worker is not None and not replica.incarnation.calls.has_room(changes_state=True):
@@ -394,17 +395,3 @@ class Control:
         for call in calls:  # their deadlines are the same, so waiting in turn takes no longer
             replies.setdefault(call.address.stage, []).append(await call.wait())
         return replies
-
-
-def _require_sendable(capability: Any, arguments: Any, timeout_s: Any) -> None:
-    """Raise InvalidRequest for a call that cannot be sent, or that a worker could not decode: it would end."""
-    if not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
-        raise InvalidRequest(f"timeout_s: expected seconds, found {timeout_s!r:.200}", param="timeout_s")
-    try:
-        encoded = msgspec.msgpack.encode([capability, arguments])
-        msgspec.msgpack.decode(encoded, type=tuple[str, dict[str, Any]])
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        raise InvalidRequest(f"arguments of {capability!r:.200}: {error}", param="arguments") from error
-    if len(encoded) > LARGEST_ARGUMENTS:
-        message = f"arguments of {capability!r}: at most {LARGEST_ARGUMENTS} bytes can be sent, found {len(encoded)}"
-        raise InvalidRequest(message, param="arguments")
