@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,18 @@ async def test_leaving_map_aborts_its_requests() -> None:
                 async for _ in answers:
                     pytest.fail("an endless answer is complete")
         await until(lambda: not omni.in_flight)
+
+
+@with_shared_system
+async def test_a_loop_over_map_may_be_broken_off(omni: OmniSystem) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        async with omni.map(["a", "b", "c"], modalities=("text",)) as answers:
+            async for _ in answers:
+                break
+        del answers
+        gc.collect()
+    assert not found, "nothing is left to close"
 
 
 @pytest.mark.parametrize(

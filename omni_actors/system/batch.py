@@ -42,23 +42,30 @@ async def answers(
             failure = failure or error
             nursery.cancel_scope.cancel()
 
-    async def received() -> AsyncIterator[Answer]:
-        async for complete in receive:
-            if complete.error is not None and not keep_errors:
-                raise complete.error
-            yield complete
-
     async with trio.open_nursery() as nursery:
         async with send:
             for _ in range(concurrency):
                 nursery.start_soon(work, send.clone())
         try:
-            yield received()
+            yield _Received(receive, keep_errors=keep_errors)
         except BaseException as error:  # noqa: BLE001
             failure = failure or error
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+class _Received(AsyncIterator[Answer]):
+    """The answers that have arrived. No generator: a caller that breaks off its loop would have to close it."""
+
+    def __init__(self, receive: trio.MemoryReceiveChannel[Answer], *, keep_errors: bool) -> None:
+        self._receive, self._keep_errors = receive, keep_errors
+
+    async def __anext__(self) -> Answer:
+        complete = await anext(self._receive)
+        if complete.error is not None and not self._keep_errors:
+            raise complete.error
+        return complete
 
 
 async def answer(submit: Callable[[Any], Generation | Generations], prompt: Any, index: int) -> Answer:
