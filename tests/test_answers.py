@@ -20,6 +20,7 @@ import omni_actors
 from omni_actors import OmniSystem
 from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import InvalidRequest, Overloaded, TemporarilyRefused
+from omni_actors.orchestrator.pieces import Input
 from tests.support.echo_systems import pid_of, until
 from tests.support.served_engines import LEVEL, RATE, WORD_S
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
@@ -193,6 +194,8 @@ async def test_a_loop_over_map_may_be_broken_off(omni: OmniSystem) -> None:
         ({"prompt": 5}, "prompt"),
         ({"script": 5, "modalities": ("audio",)}, "script"),
         ({"prompt": "hi", "modalities": "text"}, "modalities"),
+        ({"prompt": "hi", "multi_modal_data": [{"audio": 5}]}, "multi_modal_data"),
+        ({"prompt": "hi", "multi_modal_data": {1: 5, "audios": 5}}, "multi_modal_data"),
         ({"prompt": "hi", "deadline_s": -1}, "deadline_s"),
     ],
 )
@@ -205,6 +208,14 @@ def test_an_argument_of_a_wrong_type_is_an_invalid_request(
         assert refusal.value.param == param
 
     shared_system.run(generate)
+
+
+@with_shared_system
+async def test_inputs_of_a_wrong_type_are_an_invalid_request(omni: OmniSystem) -> None:
+    for inputs in ([Input({})], {"messages": Input({})}, {"messages": (Input({}) for _ in range(1))}):
+        with pytest.raises(InvalidRequest) as refusal:
+            omni.submit(inputs, ("text",))  # type: ignore[arg-type]
+        assert refusal.value.param == "inputs"
 
 
 async def test_overrides_are_taken_as_a_mapping_and_as_keywords() -> None:
