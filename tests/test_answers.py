@@ -150,10 +150,11 @@ async def test_map_tries_again_when_a_stage_refuses_a_request_for_now(monkeypatc
 @with_shared_system
 async def test_map_raises_the_error_of_a_request_or_keeps_it_as_an_answer(omni: OmniSystem) -> None:
     prompts: list[Any] = ["a", 5, "b"]
-    with pytest.raises(InvalidRequest, match="prompt: expected"):  # noqa: PT012
+    with pytest.raises(InvalidRequest, match="prompt: expected") as failed:  # noqa: PT012
         async with omni.map(prompts) as answers:
             async for _ in answers:
                 pass
+    assert failed.value.index == 1
     async with omni.map(prompts, keep_errors=True) as answers:
         found = {answer.index: answer async for answer in answers}
     assert (found[0].text, found[2].text) == ("a", "b")

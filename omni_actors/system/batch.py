@@ -84,12 +84,11 @@ async def answer(submit: Callable[[Any], Generation | Generations], prompt: Any,
             collected = await generation.collect()
         except Overloaded as error:  # by requests of other callers, or by control messages that are still unread
             await trio.sleep(error.retry_after_s)
-        except TemporarilyRefused as error:
-            refusals += 1
-            if refusals == ATTEMPTS:
+        except RequestError as error:
+            error.index = index
+            refusals += isinstance(error, TemporarilyRefused)
+            if not isinstance(error, TemporarilyRefused) or refusals == ATTEMPTS:
                 return Answer(index=index, error=error)
             await trio.sleep(error.retry_after_s)
-        except RequestError as error:
-            return Answer(index=index, error=error)
         else:
             return msgspec.structs.replace(collected, index=index)
