@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import trio
 import trio.testing
 from safetensors.numpy import load, save_file
@@ -171,6 +172,14 @@ async def test_tensors_of_many_updates_take_the_memory_of_one() -> None:
         os.kill(omni.health().stages["able"][0].pid or 0, signal.SIGKILL)
         await omni.wait_ready()
         assert await versions(omni) == {"part"}
+
+
+async def test_tensors_without_dense_data_are_refused() -> None:
+    async with opened() as omni:
+        for tensor in (torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()):
+            with pytest.raises(InvalidRequest, match="'name': a tensor was expected"):
+                await omni.update_weights({"name": tensor}, stages=STAGES)
+        assert not await omni.is_paused()
 
 
 async def test_the_name_of_a_version_is_a_bounded_string(file: Path) -> None:
