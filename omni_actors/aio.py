@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from omni_actors import generation, generations
-from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, like, opens_like
+from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, bound, like, opens_like
 from omni_actors.outputs import Answer, AudioChunk, Output, Picture
 from omni_actors.prompts import Prompt
 from omni_actors.system import Health, OmniSystem
@@ -38,7 +38,7 @@ def _waiting(
     """Return the asyncio method for an asynchronous method of ``OmniSystem``."""
 
     async def method(omni: AsyncOmni, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await omni._wait(lambda system: original(system, *args, **kwargs))
+        return await omni._wait(bound(original, *args, **kwargs))
 
     update_wrapper(method, original)
     return method

@@ -126,7 +126,7 @@ class RequestError(OmniError):
 
     Attributes:
         retryable: Whether the same request may succeed when it is sent again.
-        index: Position of its prompt in a list of prompts; 0 otherwise.
+        index: Position of its prompt in a list of prompts, or in those of ``OmniSystem.map``; 0 otherwise.
     """
 
     retryable = False

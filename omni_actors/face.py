@@ -60,11 +60,27 @@ def opens_like(
     return decorate
 
 
+def bound(
+    original: Callable[Concatenate[OmniSystem, P], R], *args: P.args, **kwargs: P.kwargs
+) -> Callable[[OmniSystem], R]:
+    """Return a call of a method of ``OmniSystem`` without its system.
+
+    What iterators among the arguments yield is taken now, in the thread of the caller: they may use the system.
+    """
+    call: Callable[..., R] = original
+    taken, named = [_taken(each) for each in args], {name: _taken(each) for name, each in kwargs.items()}
+    return lambda system: call(system, *taken, **named)
+
+
+def _taken(argument: Any) -> Any:
+    return list(argument) if isinstance(argument, Iterator) else argument
+
+
 def at_once(original: Callable[Concatenate[OmniSystem, P], R]) -> Callable[Concatenate[Face, P], R]:
     """Return the method of a face for a synchronous method of ``OmniSystem``."""
 
     def method(face: Face, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return face.background.call(lambda system: original(system, *args, **kwargs))
+        return face.background.call(bound(original, *args, **kwargs))
 
     functools.update_wrapper(method, original)
     return method
@@ -107,7 +123,7 @@ class Face:
     @like(OmniSystem.abort)
     def abort(self, *args: Any, **kwargs: Any) -> Aborting:
         """End requests now."""
-        return Aborting(self, self.background.call(lambda system: system.abort(*args, **kwargs)))
+        return Aborting(self, self.background.call(bound(OmniSystem.abort, *args, **kwargs)))
 
     @like(OmniSystem.abort_all)
     def abort_all(self, *args: Any, **kwargs: Any) -> None:

@@ -56,6 +56,7 @@ class Generations:
             try:
                 answer = msgspec.structs.replace(await member.collect(), index=index)
             except RequestError as error:
+                error.index = index
                 if not keep_errors:
                     raise
                 answer = Answer(index=index, error=error)

@@ -75,7 +75,9 @@ def pieces(given: MultiModalData, image: Any = None) -> dict[str, Sequence[Input
 
 
 def _pieces(given: MultiModalData) -> dict[str, Sequence[Input] | Segments]:
-    if unknown := sorted(set(given) - set(KINDS)):
+    if not isinstance(given, Mapping):
+        raise _refusal(f"multi_modal_data: expected a mapping from kinds of data, found {given!r:.200}")
+    if unknown := sorted(map(str, set(given) - set(KINDS))):
         accepted = ", ".join(map(repr, KINDS))
         raise _refusal(f"unknown kind of data {unknown[0]!r}; accepted: {accepted}")
     inputs: dict[str, Sequence[Input] | Segments] = {}

@@ -130,8 +130,12 @@ def script(text: str | AsyncIterable[str]) -> Sequence[Input] | Segments:
 
 
 def live(given: Sequence[Input] | AsyncIterable[Input] | Segments) -> Sequence[Input] | Segments:
-    """Return input of one kind, with an iterator of its pieces as ``Segments``."""
-    return Segments(source=given, to_piece=_piece) if isinstance(given, AsyncIterable) else given
+    """Return input of one kind, with an iterator of its pieces as ``Segments``. Raises InvalidRequest."""
+    if isinstance(given, AsyncIterable):
+        return Segments(source=given, to_piece=_piece)
+    if not isinstance(given, Sequence | Segments | None):
+        raise InvalidRequest(f"inputs: expected a list of pieces for each kind, found {given!r:.200}", param="inputs")
+    return given
 
 
 def _live_question(parts: AsyncIterable[str], inputs: Inputs) -> Segments:

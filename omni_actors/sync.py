@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from omni_actors import generation, generations
-from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, like, opens_like
+from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, bound, like, opens_like
 from omni_actors.outputs import Answer, AudioChunk, Output, Picture
 from omni_actors.prompts import Prompt
 from omni_actors.system import Health, OmniSystem
@@ -36,7 +36,7 @@ def _waiting(original: Callable[Concatenate[OmniSystem, P], Awaitable[T]]) -> Ca
     """Return the blocking method for an asynchronous method of ``OmniSystem``."""
 
     def method(omni: Omni, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return omni._wait(lambda system: original(system, *args, **kwargs))
+        return omni._wait(bound(original, *args, **kwargs))
 
     update_wrapper(method, original)
     return method

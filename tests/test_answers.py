@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import omni_actors
 from omni_actors import OmniSystem
 from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import InvalidRequest, Overloaded, TemporarilyRefused
+from omni_actors.orchestrator.pieces import Input
 from tests.support.echo_systems import pid_of, until
 from tests.support.served_engines import LEVEL, RATE, WORD_S
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
@@ -147,10 +150,11 @@ async def test_map_tries_again_when_a_stage_refuses_a_request_for_now(monkeypatc
 @with_shared_system
 async def test_map_raises_the_error_of_a_request_or_keeps_it_as_an_answer(omni: OmniSystem) -> None:
     prompts: list[Any] = ["a", 5, "b"]
-    with pytest.raises(InvalidRequest, match="prompt: expected"):  # noqa: PT012
+    with pytest.raises(InvalidRequest, match="prompt: expected") as failed:  # noqa: PT012
         async with omni.map(prompts) as answers:
             async for _ in answers:
                 pass
+    assert failed.value.index == 1
     async with omni.map(prompts, keep_errors=True) as answers:
         found = {answer.index: answer async for answer in answers}
     assert (found[0].text, found[2].text) == ("a", "b")
@@ -173,12 +177,26 @@ async def test_leaving_map_aborts_its_requests() -> None:
         await until(lambda: not omni.in_flight)
 
 
+@with_shared_system
+async def test_a_loop_over_map_may_be_broken_off(omni: OmniSystem) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        async with omni.map(["a", "b", "c"], modalities=("text",)) as answers:
+            async for _ in answers:
+                break
+        del answers
+        gc.collect()
+    assert not found, "nothing is left to close"
+
+
 @pytest.mark.parametrize(
     ("arguments", "param"),
     [
         ({"prompt": 5}, "prompt"),
         ({"script": 5, "modalities": ("audio",)}, "script"),
         ({"prompt": "hi", "modalities": "text"}, "modalities"),
+        ({"prompt": "hi", "multi_modal_data": [{"audio": 5}]}, "multi_modal_data"),
+        ({"prompt": "hi", "multi_modal_data": {1: 5, "audios": 5}}, "multi_modal_data"),
         ({"prompt": "hi", "deadline_s": -1}, "deadline_s"),
     ],
 )
@@ -191,6 +209,14 @@ def test_an_argument_of_a_wrong_type_is_an_invalid_request(
         assert refusal.value.param == param
 
     shared_system.run(generate)
+
+
+@with_shared_system
+async def test_inputs_of_a_wrong_type_are_an_invalid_request(omni: OmniSystem) -> None:
+    for inputs in ([Input({})], {"messages": Input({})}, {"messages": (Input({}) for _ in range(1))}):
+        with pytest.raises(InvalidRequest) as refusal:
+            omni.submit(inputs, ("text",))  # type: ignore[arg-type]
+        assert refusal.value.param == "inputs"
 
 
 async def test_overrides_are_taken_as_a_mapping_and_as_keywords() -> None:

@@ -112,6 +112,19 @@ async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_t
         assert notes(await omni.call("notes")) == [{}, {}]
 
 
+async def test_a_call_that_cannot_be_sent_is_refused_and_ends_no_worker() -> None:
+    wrong: list[tuple[Any, Any, Any]] = [(5, {}, 1.0), ("\ud800", {}, 1.0), ("note", {"name": "a", "text": ""}, None)]
+    wrong += [("note", arguments, 1.0) for arguments in (5, {1: 2}, {"name": object()}, {"name": "\ud800"})]
+    async with opened() as omni:
+        for capability, arguments, timeout_s in wrong:
+            for method in (omni.call, omni.set_desired):
+                with pytest.raises(InvalidRequest):
+                    await method(capability, arguments, timeout_s=timeout_s)
+        os.kill(pid_of(omni, "able"), signal.SIGKILL)
+        await wait_generation(omni, 0, 2)
+        assert notes(await omni.call("notes", stages=["able"])) == [{}]
+
+
 async def test_a_change_of_state_reaches_a_worker_that_has_many_calls_to_answer() -> None:
     async with opened() as omni:
         running = ask(omni, "running")
@@ -189,7 +202,19 @@ async def test_a_refused_change_is_taken_back_also_when_its_caller_was_cancelled
             nursery.cancel_scope.cancel()
         os.kill(frozen, signal.SIGCONT)
         assert notes(await omni.call("notes", stages=["able"])) == [{}], "the worker has answered the change before"
-        await trio.testing.wait_all_tasks_blocked()
+        os.kill(frozen, signal.SIGKILL)
+        await wait_generation(omni, 0, 2)
+        assert notes(await omni.call("notes", stages=["able"])) == [{}]
+
+
+async def test_a_change_that_is_refused_after_its_timeout_is_taken_back() -> None:
+    async with opened() as omni:
+        freeze(frozen := pid_of(omni, "able"))
+        for _ in range(2):  # tried again, before the worker has answered
+            replies = await omni.set_desired("note", {"name": "a", "text": ""}, stages=["able"], timeout_s=0.0)
+            assert isinstance(replies["able"][0].error, CallTimedOut)
+        os.kill(frozen, signal.SIGCONT)
+        assert notes(await omni.call("notes", stages=["able"])) == [{}], "the worker has answered the changes before"
         os.kill(frozen, signal.SIGKILL)
         await wait_generation(omni, 0, 2)
         assert notes(await omni.call("notes", stages=["able"])) == [{}]

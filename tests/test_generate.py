@@ -74,8 +74,9 @@ async def test_one_failure_leaves_the_other_answers_alone(omni: OmniSystem) -> N
     answers = await omni.generate(asked).collect(keep_errors=True)
     assert [answer.text for answer in answers] == ["a", "", "c"]
     assert isinstance(answers[1].error, InvalidRequest)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest) as failed:
         await omni.generate(asked).collect()
+    assert (answers[1].error.index, failed.value.index) == (1, 1)
 
 
 @with_shared_system

@@ -21,7 +21,15 @@ import pytest
 import trio
 
 from omni_actors import OmniSystem
-from omni_actors.errors import Aborted, ConfigError, InvalidRequest, SlowConsumer, StageCrashed, SystemClosed
+from omni_actors.errors import (
+    Aborted,
+    ConfigError,
+    InvalidRequest,
+    SlowConsumer,
+    StageCrashed,
+    SystemClosed,
+    Unsupported,
+)
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.sync import Omni
@@ -170,6 +178,13 @@ def test_answer_all_shows_progress(omni: Omni, capsys: pytest.CaptureFixture[str
     assert "3/3" in capsys.readouterr().err
     omni.answer_all(["a"], progress=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_an_iterator_among_the_arguments_of_a_call_may_use_the_system(omni: Omni) -> None:
+    with pytest.raises(Unsupported, match="detokenize"):
+        omni.detokenize(len(output.stage) for output in omni.generate("x"))
+    running = [omni.generate("x", modalities=ENDLESS) for _ in range(2)]
+    assert len(omni.abort(each.request_id for each in running if next(each)).result().requests) == 2
 
 
 def test_many_threads_call_at_once(omni: Omni) -> None:

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +21,7 @@ import trio.testing
 
 import omni_actors
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import ConfigError, InvalidRequest
+from omni_actors.errors import Aborted, ConfigError, InvalidRequest
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.request import Request
@@ -62,6 +64,27 @@ async def test_a_request_that_has_failed_is_not_kept_for_the_live_state() -> Non
         gc.collect()
         kept = [each.name for each in gc.get_objects() if type(each) is Request]
         assert len(kept) <= len(ONE.stages)  # the latest of each stage
+
+
+async def test_the_error_of_a_request_keeps_nothing_of_the_callers_that_it_was_raised_to() -> None:
+    async def read(generation: Generation) -> weakref.ref[Any]:
+        mine = trio.Event()
+        with suppress(Aborted):
+            await anext(generation)
+        return weakref.ref(mine)
+
+    async with OmniSystem.open(ONE) as omni:
+        generation = ask(omni)
+        generation.abort()
+        gc.disable()
+        try:
+            assert (await read(generation))() is None
+        finally:
+            gc.enable()
+        for _ in range(10):
+            with pytest.raises(Aborted) as caught:
+                await anext(generation)
+        assert len(caught.traceback) < 10
 
 
 # leaving, in this process

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import trio
 import trio.testing
 from safetensors.numpy import load, save_file
@@ -122,6 +123,19 @@ async def test_a_pause_that_begins_during_an_update_lasts(file: Path) -> None:
         assert await versions(omni) == {"0"}
 
 
+async def test_generation_that_is_resumed_during_an_update_goes_on_at_its_end(file: Path) -> None:
+    async with opened() as omni:
+        await omni.pause_generation("wait")
+        await omni.start_weight_update()
+        await omni.resume_generation()
+        assert await omni.is_paused(), "the update goes on"
+        held = ask(omni)
+        assert await update(omni, file, "1") == [None, None]
+        await omni.finish_weight_update()
+        assert not await omni.is_paused()
+        assert (await held.collect()).data["text"]["weights_version"] == "1"
+
+
 async def test_weights_at_which_workers_are_killed_are_taken_back(file: Path) -> None:
     """As by the kernel, for lack of memory: each worker that gets these weights ends by SIGKILL."""
     async with opened() as omni:
@@ -162,6 +176,14 @@ async def test_tensors_of_many_updates_take_the_memory_of_one() -> None:
         assert await versions(omni) == {"part"}
 
 
+async def test_tensors_without_dense_data_are_refused() -> None:
+    async with opened() as omni:
+        for tensor in (torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()):
+            with pytest.raises(InvalidRequest, match="'name': a tensor was expected"):
+                await omni.update_weights({"name": tensor}, stages=STAGES)
+        assert not await omni.is_paused()
+
+
 async def test_the_name_of_a_version_is_a_bounded_string(file: Path) -> None:
     async with opened() as omni:
         for version in (3, "v" * 257):
@@ -178,6 +200,22 @@ async def test_damaged_files_are_refused_and_nothing_changes(tmp_path: Path) -> 
     async with opened() as omni:
         assert [type(error) for error in await update(omni, path)] == [InvalidRequest, InvalidRequest]
         assert await versions(omni) == {"0"}
+
+
+async def test_weights_that_are_refused_after_the_timeout_are_taken_back(file: Path) -> None:
+    os.truncate(file, 8)
+    async with opened() as omni:
+        pids = [replica.pid or 0 for replica in omni.health().stages["able"]]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        await omni.start_weight_update()
+        late = await omni.update_weights(file, version="1", stages=STAGES, timeout_s=0.0)
+        assert [type(reply.error) for reply in late["able"]] == [CallTimedOut, CallTimedOut]
+        assert await omni.get_weight_version() == {"able": "1"}, "the workers may still take them"
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        await omni.call("worker_status")  # which they answer after the update
+        assert await omni.get_weight_version() == {"able": "0"}
 
 
 async def cancel_an_update(omni: OmniSystem, file: Path) -> int:

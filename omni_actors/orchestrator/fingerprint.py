@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -24,13 +25,17 @@ fingerprint takes a few milliseconds at most."""
 def encode_piece(piece: Input, *, request: int, source: str, seq: int, last: bool) -> list[memoryview]:
     """Return the chunk that carries a piece of input. Raises InvalidRequest if it cannot be encoded."""
     try:
-        header = chunks.ChunkHeader(request=request, source=source, seq=seq, last=last, data=dict(piece.data))
-        encoded = chunks.on_host(chunks.encode(header, piece.tensors))
+        header = chunks.ChunkHeader(request=request, source=source, seq=seq, last=last, data=_by_name(piece.data))
+        return chunks.on_host(chunks.encode(header, _by_name(piece.tensors)))
     except Exception as error:
         raise InvalidRequest(f"the input cannot be encoded: {error}") from error
-    if not all(isinstance(name, str) for name in (*piece.data, *piece.tensors)):
-        raise InvalidRequest("the input cannot be encoded: the names of small data and of tensors are strings")
-    return encoded
+
+
+def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy. Raises TypeError for a name that is not text: no worker could decode it."""
+    if not all(isinstance(name, str) for name in given):
+        raise TypeError("the names of data and tensors must be text")
+    return dict(given)
 
 
 class Fingerprint:

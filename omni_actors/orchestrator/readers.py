@@ -121,7 +121,7 @@ class Readers:
         self._apply(request, self.unread.ask(request.account, trio.current_time()))
         while not request.readable:
             if request.error is not None:
-                raise request.error
+                request.raise_error()
             if request.lifecycle.ended:
                 raise StopAsyncIteration
             await request.output_wakeup.park()

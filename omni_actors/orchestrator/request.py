@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import msgspec
 import trio
@@ -226,6 +227,11 @@ class Request:
     def closed(self) -> bool:
         """Whether the request has ended and its client has everything, or was cut off."""
         return self.lifecycle.ended and not self.account.charged
+
+    def raise_error(self) -> NoReturn:
+        """Raise a copy of ``error``: a raised error keeps its callers' frames, and the request may be kept longer."""
+        assert self.error is not None, "it has failed"
+        raise copy.copy(self.error) from self.error.__cause__
 
     @property
     def readable(self) -> bool:

@@ -60,7 +60,7 @@ class OutputStream:
         """
         request = self.request
         if request.closed and request.error is not None:
-            raise request.error
+            request.raise_error()
         with trio.CancelScope() as request.delivery:
             self._readers.send(request, sending=True)
             try:

@@ -12,6 +12,7 @@ Rules
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ from omni_actors.protocol.messages import Address, Answer, Call, Desired
 MAX_CALLS = 16
 CALL_MESSAGES = 2 * MAX_CALLS
 """Most messages about calls that a worker has not answered."""
+LARGEST_ARGUMENTS = 64 * 1024
+"""Most bytes of a call's arguments, encoded: they travel in one control message."""
 LARGEST_DESIRED = 64 * 1024
 """Most bytes of one stage's desired state, encoded: it travels in ``Configure``."""
 
@@ -65,6 +68,8 @@ class PendingCall:
         self.changes_state = changes_state
         self.deadline = trio.current_time() + timeout_s
         """Until when the caller waits, on trio's clock."""
+        self.on_refusal: Callable[[], None] = lambda: None
+        """Called when the engine refuses the call, also after the deadline."""
         self._reply: Reply | None = None
         self._ended = trio.Event()
 
@@ -124,7 +129,9 @@ class Calls:
         refusal = answer.refusal
         if refusal is None:
             pending.end(Reply(msgspec.msgpack.decode(answer.value)))
-        elif refusal.unsupported is not None:
+            return
+        pending.on_refusal()
+        if refusal.unsupported is not None:
             pending.end(Reply(error=Unsupported(pending.address.stage, refusal.unsupported, refusal.message)))
         else:
             pending.end(Reply(error=InvalidRequest(refusal.message, param=refusal.param, code=refusal.code)))
@@ -154,7 +161,8 @@ class DesiredState:
     def set(self, stage: str, capability: str, arguments: Mapping[str, Any], key: str = "") -> Callable[[], None]:
         """Set one part, behind all others, and return a function that takes this back.
 
-        That function gives the part its earlier value and place again, unless it was set anew meanwhile.
+        That function gives the part its earlier value and place again, unless it was set anew meanwhile. An earlier
+        value that is the same is removed with it: it is a change that was tried again, and is refused too.
         Raises InvalidRequest if the stage's state becomes too large to send.
         """
         name, part, earlier = (capability, key), Desired(capability, dict(arguments)), self._parts.get(stage, {})
@@ -167,7 +175,8 @@ class DesiredState:
             current = self._parts[stage]
             if current.get(name) is part:
                 rest = _without(current, name)
-                old = {each: rest.get(each, value) for each, value in earlier.items() if each == name or each in rest}
+                kept = {each for each, value in earlier.items() if each in rest or (each == name and value != part)}
+                old = {each: rest.get(each, value) for each, value in earlier.items() if each in kept}
                 self._parts[stage] = {**old, **rest}
 
         return undo
@@ -184,3 +193,17 @@ class DesiredState:
 
 def _without(parts: Mapping[tuple[str, str], Desired], name: tuple[str, str]) -> dict[tuple[str, str], Desired]:
     return {each: part for each, part in parts.items() if each != name}
+
+
+def require_sendable(capability: Any, arguments: Any, timeout_s: Any) -> None:
+    """Raise InvalidRequest for a call that cannot be sent, or that a worker could not decode: it would end."""
+    if not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
+        raise InvalidRequest(f"timeout_s: expected seconds, found {timeout_s!r:.200}", param="timeout_s")
+    try:
+        encoded = msgspec.msgpack.encode([capability, arguments])
+        msgspec.msgpack.decode(encoded, type=tuple[str, dict[str, Any]])
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise InvalidRequest(f"arguments of {capability!r:.200}: {error}", param="arguments") from error
+    if len(encoded) > LARGEST_ARGUMENTS:
+        message = f"arguments of {capability!r}: at most {LARGEST_ARGUMENTS} bytes can be sent, found {len(encoded)}"
+        raise InvalidRequest(message, param="arguments")

@@ -42,23 +42,30 @@ async def answers(
             failure = failure or error
             nursery.cancel_scope.cancel()
 
-    async def received() -> AsyncIterator[Answer]:
-        async for complete in receive:
-            if complete.error is not None and not keep_errors:
-                raise complete.error
-            yield complete
-
     async with trio.open_nursery() as nursery:
         async with send:
             for _ in range(concurrency):
                 nursery.start_soon(work, send.clone())
         try:
-            yield received()
+            yield _Received(receive, keep_errors=keep_errors)
         except BaseException as error:  # noqa: BLE001
             failure = failure or error
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+class _Received(AsyncIterator[Answer]):
+    """The answers that have arrived. No generator: a caller that breaks off its loop would have to close it."""
+
+    def __init__(self, receive: trio.MemoryReceiveChannel[Answer], *, keep_errors: bool) -> None:
+        self._receive, self._keep_errors = receive, keep_errors
+
+    async def __anext__(self) -> Answer:
+        complete = await anext(self._receive)
+        if complete.error is not None and not self._keep_errors:
+            raise complete.error
+        return complete
 
 
 async def answer(submit: Callable[[Any], Generation | Generations], prompt: Any, index: int) -> Answer:
@@ -77,12 +84,11 @@ async def answer(submit: Callable[[Any], Generation | Generations], prompt: Any,
             collected = await generation.collect()
         except Overloaded as error:  # by requests of other callers, or by control messages that are still unread
             await trio.sleep(error.retry_after_s)
-        except TemporarilyRefused as error:
-            refusals += 1
-            if refusals == ATTEMPTS:
+        except RequestError as error:
+            error.index = index
+            refusals += isinstance(error, TemporarilyRefused)
+            if not isinstance(error, TemporarilyRefused) or refusals == ATTEMPTS:
                 return Answer(index=index, error=error)
             await trio.sleep(error.retry_after_s)
-        except RequestError as error:
-            return Answer(index=index, error=error)
         else:
             return msgspec.structs.replace(collected, index=index)

@@ -3,14 +3,13 @@
 Rules
 1. A call waits for its own timeout at each replica alone: a stage that stands still delays no other stage's reply.
 2. What the parent knows itself is answered without a call.
-3. A task of the system brings a change of the desired state to its end, also when its caller is cancelled: what an
-   engine refused must not stay, because the next worker could not load.
+3. What an engine refuses is taken out of the desired state when its answer arrives, also if the caller was cancelled,
+   or its timeout has passed: the next worker could not load.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -19,12 +18,10 @@ import trio
 
 from omni_actors.errors import InvalidRequest, OmniError, SystemClosed, TooManyCalls
 from omni_actors.orchestrator.orchestrator import Orchestrator
-from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply
+from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply, require_sendable
 from omni_actors.supervisor.supervisor import Supervisor
 
 CALL_TIMEOUT_S = 10.0
-LARGEST_ARGUMENTS = 64 * 1024
-"""Most bytes of a call's arguments, encoded: they travel in one control message."""
 
 Replies: TypeAlias = dict[str, list[Reply]]
 """By stage, the reply of each of its replicas in their order, standbys included."""
@@ -183,12 +180,16 @@ class Control:
     async def resume_generation(self) -> None:
         """Generate again after ``pause_generation``. Has no effect if generation is not paused.
 
+        During an update of weights (see ``start_weight_update``), it has its effect when the update ends.
         Raises TooManyCalls: a worker has many changes of its state to answer. Generation is still paused; try again.
         """
         await trio.lowlevel.checkpoint()
         if self._is_frozen:
             self._begin_calls("freeze", {"frozen": False}, self._stages(None), CALL_TIMEOUT_S, changes_state=True)
             self.drop_desired("freeze")
+        self._release()
+
+    def _release(self) -> None:
         self._orchestrator.hold(held=False)
 
     async def is_paused(self) -> bool:
@@ -249,26 +250,15 @@ class Control:
 
         Returns:
             As ``call``. A replica without a worker replies ``WorkerLost``, and its next worker makes the call. If an
-            engine of a stage refuses the call, the stage's desired state is again what it was.
+            engine of a stage refuses the call, also after its timeout, the desired state is again what it was.
 
         Raises as ``call``, InvalidRequest if the desired state becomes too large, and TooManyCalls if a worker has many
         changes of its state to answer. Nothing has changed then, at any replica. Cancelling the wait does not cancel
         the change.
         """
         chosen = self._stages(stages)
-        calls, undo = self._begin_change(capability, arguments, key, chosen, timeout_s)
-
-        async def settle() -> Replies:
-            replies = await self._replies(calls, chosen)
-            for stage, of_stage in replies.items():
-                if any(isinstance(reply.error, InvalidRequest) for reply in of_stage):
-                    undo[stage]()
-            return replies
-
-        try:
-            return await self._to_the_end(settle)
-        except SystemClosed:  # the calls end as their workers do
-            return await settle()
+        calls, _ = self._begin_change(capability, arguments, key, chosen, timeout_s)
+        return await self._replies(calls, chosen)
 
     def _begin_change(
         self, capability: str, arguments: Mapping[str, Any], key: str, stages: Sequence[str], timeout_s: float
@@ -278,14 +268,18 @@ class Control:
         Raises as ``set_desired``.
         """
         undo: dict[str, Callable[[], None]] = {}
+        require_sendable(capability, arguments, timeout_s)
         try:
             for stage in stages:
                 undo[stage] = self._supervisor.desired.set(stage, capability, arguments, key)
-            return self._begin_calls(capability, arguments, stages, timeout_s, changes_state=True), undo
+            calls = self._begin_calls(capability, arguments, stages, timeout_s, changes_state=True)
         except OmniError:
             for each in undo.values():
                 each()
             raise
+        for call in calls:
+            call.on_refusal = undo[call.address.stage]
+        return calls, undo
 
     async def _to_the_end(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run ``work`` in a task of the system, and return its result. Cancelling the wait does not cancel it.
@@ -388,15 +382,7 @@ class Control:
         changes_state: whether it changes their desired state. Such a call reaches every replica that has a worker.
         Raises InvalidRequest, and for a change TooManyCalls: nothing was posted.
         """
-        if math.isnan(timeout_s):
-            raise InvalidRequest("timeout_s: expected seconds, found nan", param="timeout_s")
-        try:
-            size = len(msgspec.msgpack.encode(arguments))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(f"arguments of {capability!r}: {error}", param="arguments") from error
-        if size > LARGEST_ARGUMENTS:
-            message = f"arguments of {capability!r}: at most {LARGEST_ARGUMENTS} bytes can be sent, found {size}"
-            raise InvalidRequest(message, param="arguments")
+        require_sendable(capability, arguments, timeout_s)
         chosen = [replica for address, replica in self._supervisor.replicas.items() if address.stage in stages]
         for replica in chosen if changes_state else ():
             if replica.worker is not None and not replica.incarnation.calls.has_room(changes_state=True):

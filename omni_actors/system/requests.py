@@ -263,6 +263,8 @@ class Requests:
             trace_headers=trace_headers,
             session=session,
         )
+        if not isinstance(inputs, Mapping):
+            raise InvalidRequest(f"inputs: expected a mapping from kinds, found {inputs!r:.200}", param="inputs")
         pieces = {kind: prompt_inputs.live(given) for kind, given in inputs.items()}
         return self._submitted(_Asked(pieces, terms, params))
 

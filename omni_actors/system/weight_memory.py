@@ -137,7 +137,7 @@ def _tensor(name: str, given: Any) -> Tensor:
             data = layout.from_address(given.data_ptr()) if given.nbytes else layout()
             data.owner = given  # the bytes are valid as long as the tensor lives
             tensor = Tensor(str(given.dtype).removeprefix("torch."), tuple(given.shape), memoryview(data))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of torch without dense data
         raise InvalidRequest(f"path: {name!r}: a tensor was expected: {error}", param="path") from error
     if tensor.dtype not in DTYPES:
         raise InvalidRequest(f"path: {name!r}: safetensors has no {tensor.dtype}", param="path")

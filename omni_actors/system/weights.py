@@ -154,24 +154,25 @@ class WeightControl(Control):
             return await self._to_the_end(partial(self._carry_out, stages, arguments, timeout_s, alone))
         finally:
             if not has_begun:
-                await self._end_turn(alone)
+                self._end_turn(alone)
 
     async def _carry_out(
         self, stages: Collection[str], arguments: dict[str, Any], timeout_s: float, alone: bool
     ) -> Replies:
         try:
             replies = await self._update(stages, arguments, timeout_s)
-            await self._merge_tensors()
+            if not any(isinstance(reply.error, CallTimedOut) for of_stage in replies.values() for reply in of_stage):
+                await self._merge_tensors()  # else an engine may still refuse them, which takes them back
             return replies
         finally:
-            await self._end_turn(alone)
+            self._end_turn(alone)
 
-    async def _end_turn(self, alone: bool) -> None:
+    def _end_turn(self, alone: bool) -> None:
         """Free what is not used, and begin the next update. alone: whether this one has paused generation itself."""
         self._memory.keep_only(self._files_in_use())
         try:
             if alone:
-                await self._finish()
+                self._finish()
         finally:
             self._turn.release()
 
@@ -194,16 +195,22 @@ class WeightControl(Control):
 
         async def in_turn() -> None:
             await self._wait_for_turn()
-            await self._finish()
+            self._finish()
 
         await self._to_the_end(in_turn)
 
-    async def _finish(self) -> None:
+    def _finish(self) -> None:
         """As ``finish_weight_update``, beside the update of the caller."""
-        with trio.CancelScope(shield=True):
-            if self._updating and not self._paused_before and self._pauses == self._own_pauses:
-                await self.resume_generation()
-        self._updating = False
+        was_updating, self._updating = self._updating, False
+        if was_updating and not self._paused_before and self._pauses == self._own_pauses:
+            self._release()
+
+    def _release(self) -> None:
+        """Dispatch requests again: now, or when the update that goes on ends."""
+        if not self._updating:
+            super()._release()
+        else:
+            self._paused_before, self._own_pauses = False, self._pauses
 
     async def _update(self, stages: Collection[str], arguments: dict[str, Any], timeout_s: float) -> Replies:
         key = _key(arguments)
