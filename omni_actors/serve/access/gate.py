@@ -88,10 +88,14 @@ class RequestGate:
                 await self._open_websocket(scope, receive, counting_send)
                 return
             ticket = scope[SCOPE_KEY] = self._admit(path)
-            unread.append(await self._read(scope, receive, ticket))
-            if ticket is not None:
-                ticket.take_place()
-            await self._app(scope, receive_body, counting_send)
+            with trio.CancelScope() if ticket is None else ticket.arrival as arrival:
+                unread.append(await self._read(scope, receive, ticket))
+                if ticket is not None:
+                    ticket.take_place()
+                await self._app(scope, receive_body, counting_send)
+            if arrival.cancelled_caught:
+                error = HTTPError(503, "the server is shutting down", code="aborted")
+                await error.response()(scope, receive, counting_send)
         except HTTPError as error:
             forget_frames(error)  # they hold the body that was read
             await error.response()(scope, receive, counting_send)
