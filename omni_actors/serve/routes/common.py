@@ -21,6 +21,8 @@ from omni_actors.serve.pipelines import Pipelines
 from omni_actors.system import OmniSystem
 from omni_actors.system.pictures import seed_of
 
+SESSION_HEADER = "X-Session-ID"
+
 
 def open_body(
     request: Request, fields: Mapping[str, Any], schema: type[schemas.OfModel], *, strict: bool = True
@@ -39,8 +41,8 @@ def open_body(
 
 
 def session_of(request: Request) -> str | None:
-    """Return the name of the conversation that a request belongs to, from its header ``X-Session-ID``."""
-    return request.headers.get("x-session-id")
+    """Return the name of the conversation that a request belongs to, from its header ``SESSION_HEADER``."""
+    return request.headers.get(SESSION_HEADER)
 
 
 def choose_system(request: Request, model: str | None) -> OmniSystem:
