@@ -149,6 +149,15 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content == "hello" * 3
 
 
+def test_a_call_in_openais_older_form_is_refused(client: openai.OpenAI) -> None:
+    call = {"name": "weather", "arguments": "{}"}
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, messages=[*HELLO, {"role": "assistant", "content": "", "function_call": call}, *HELLO])
+    assert caught.value.param == "messages[1].function_call"
+    answered = {"role": "assistant", "content": "hi", "function_call": None}
+    assert ask(client, messages=[*HELLO, answered, *HELLO]).choices[0].message.content == "hello" * 3
+
+
 @pytest.mark.parametrize(
     ("path", "field"), [("chat/completions", "messages"), ("completions", "prompt"), ("responses", "input")]
 )
