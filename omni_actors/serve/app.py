@@ -124,10 +124,17 @@ PUBLIC = {"/health", "/ping"}
 """The routes that need no key."""
 
 
+def admission_to(pipelines: Pipelines, settings: ServerSettings) -> AdmissionControl:
+    """Return the admission control of all requests to the pipelines."""
+    max_bytes = BODY_BUDGET_FACTOR * settings.max_body_bytes
+    return AdmissionControl(*pipelines.systems, max_bytes=max_bytes, max_request_bytes=settings.max_body_bytes)
+
+
 def build(
     pipelines: Pipelines,
     settings: ServerSettings,
     *,
+    admission: AdmissionControl,
     media: MediaLoader,
     is_draining: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
@@ -136,11 +143,10 @@ def build(
     Args:
         pipelines: the running pipelines.
         settings: which requests to refuse.
+        admission: admits requests.
         media: loads the files of requests.
         is_draining: whether the server has begun to drain.
     """
-    max_bytes = BODY_BUDGET_FACTOR * settings.max_body_bytes
-    admission = AdmissionControl(*pipelines.systems, max_bytes=max_bytes, max_request_bytes=settings.max_body_bytes)
     arriving = Gauge("omni_http_arriving", "Requests that are being read or decoded", registry=pipelines.registry)
     arriving.set_function(lambda: len(admission.tickets))
 

@@ -36,7 +36,7 @@ from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError
 from omni_actors.log_events import LogEvent, PipelineFailed, ServerDraining, ServerListening, ServerReady, record
-from omni_actors.serve.app import build
+from omni_actors.serve.app import admission_to, build
 from omni_actors.serve.certificates import Certificates
 from omni_actors.serve.http.buffered_socket import SEND_TIMEOUT_S
 from omni_actors.serve.http.descriptors import DescriptorBudget
@@ -167,6 +167,7 @@ class _Server:
     ) -> None:
         self._pipelines, self._settings, self._signalled, self._announce = pipelines, settings, signalled, announce
         self._certificates, self._task_status = certificates, task_status
+        self._admission = admission_to(pipelines, settings)
         self._stop = trio.Event()
         """Set when the server accepts no more connections."""
         self._failed: set[str] = set()
@@ -190,6 +191,7 @@ class _Server:
                 build(
                     self._pipelines,
                     self._settings,
+                    admission=self._admission,
                     media=media,
                     is_draining=lambda: self._signalled.is_set() or self._stop.is_set(),
                 ),
@@ -221,6 +223,7 @@ class _Server:
     def _end_requests(self) -> None:
         for system in self._pipelines.systems:
             system.abort_all("the server is shutting down")
+        self._admission.end_all()
 
     async def _watch_stages(self, system: OmniSystem, url: str) -> None:
         """Announce when all stages of a pipeline have loaded, and stop the server if it cannot serve."""

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from omni_actors.serve.command import serve_command
 from omni_actors.serve.server import DUPLICATE_SIGNAL_S, serve
 from omni_actors.serve.settings import ServerSettings
+from tests.support.http_server import WATCHDOG_S
 
 Start = Callable[..., AbstractContextManager[Any]]
 Command = Callable[..., "subprocess.Popen[bytes]"]
@@ -128,6 +129,22 @@ def test_a_whole_answer_that_does_not_end_in_time_is_an_error(start: Start) -> N
                 answer.begin()
                 assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "aborted")
         assert (server.wait_end(), server.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/audio/transcriptions", "/tokenize"])
+def test_an_upload_that_does_not_end_in_time_is_refused(start: Start, path: str) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    with start("--drain-s", "0.2", config=MIND) as server, socket.socket() as client:
+        client.settimeout(WATCHDOG_S)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(head.encode())
+        server.wait(lambda: "omni_http_arriving 1.0" in server.http.get("/metrics").text, "the head")
+        server.signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
+        assert answer.startswith("HTTP/1.1 503 ")
+        assert "x-request-id: " in answer
+        assert '"message":"the server is shutting down"' in answer
+        assert server.wait_end() == 0
 
 
 def test_a_client_that_does_not_read_delays_nothing(start: Start) -> None:

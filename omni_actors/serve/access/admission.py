@@ -71,6 +71,11 @@ class AdmissionControl:
         if system.in_flight + self.places[system] >= max_requests and not system.make_room():
             raise to_http_error(Overloaded(max_requests, system.retry_after_s))
 
+    def end_all(self) -> None:
+        """End all arriving requests, because the server shuts down: their clients get an error."""
+        for ticket in self.tickets:
+            ticket.arrival.cancel()
+
     def make_room(self, size: int) -> None:
         """End slow uploads until ``size`` more bytes fit into the budget. Raises HTTPError 429."""
         free = self.max_bytes - self.bytes
@@ -90,13 +95,14 @@ class AdmissionTicket:
     """An arriving request's claim on a place and on the budget.
 
     bytes: the size of its body and its files so far. since: trio's time of its head. upload: the cancel scope in which
-    its body is to be read. was_ended: the upload was ended to make room for other requests.
+    its body is to be read. arrival: the cancel scope of everything before the system has the request. was_ended: the
+    upload was ended to make room for other requests.
     """
 
     def __init__(self, admission: AdmissionControl, *, needs_place: bool = True) -> None:
         self._admission, self._needs_place = admission, needs_place
         self.since = trio.current_time()
-        self.upload = trio.CancelScope()
+        self.upload, self.arrival = trio.CancelScope(), trio.CancelScope()
         self.bytes = 0
         self.has_place = self.was_ended = False
         self._system = admission.systems[0] if len(admission.systems) == 1 else None

@@ -88,10 +88,14 @@ class RequestGate:
                 await self._open_websocket(scope, receive, counting_send)
                 return
             ticket = scope[SCOPE_KEY] = self._admit(path)
-            unread.append(await self._read(scope, receive, ticket))
-            if ticket is not None:
-                ticket.take_place()
-            await self._app(scope, receive_body, counting_send)
+            with trio.CancelScope() if ticket is None else ticket.arrival as arrival:
+                unread.append(await self._read(scope, receive, ticket))
+                if ticket is not None:
+                    ticket.take_place()
+                await self._app(scope, receive_body, counting_send)
+            if arrival.cancelled_caught:
+                error = HTTPError(503, "the server is shutting down", code="aborted")
+                await error.response()(scope, receive, counting_send)
         except HTTPError as error:
             forget_frames(error)  # they hold the body that was read
             await error.response()(scope, receive, counting_send)
@@ -118,6 +122,9 @@ class RequestGate:
 
     async def _read(self, scope: Scope, receive: Receive, ticket: AdmissionTicket | None) -> bytearray:
         """Return the body. Without a ticket the body is counted and not kept. Raises HTTPError."""
+        if ticket is not None and _header(scope, b"content-encoding").lower() not in (b"", b"identity"):
+            reason = "the body is compressed; accepted: a body without Content-Encoding"
+            raise HTTPError(415, reason, code="unsupported_encoding", headers={"accept-encoding": "identity"})
         too_large = HTTPError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
         if _declared_bytes(scope) > self._max_body_bytes:
             raise too_large
@@ -161,4 +168,9 @@ def is_key_subprotocol(subprotocol: str, key: str | None) -> bool:
 
 
 def _declared_bytes(scope: Scope) -> int:
-    return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
+    return int(_header(scope, b"content-length") or 0)
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    """Return the value of a request's header; empty if there is none."""
+    return next((value for found, value in scope["headers"] if found == name), b"")

@@ -133,6 +133,8 @@ class ResponsesRequest(ModelBody, frozen=True, kw_only=True):
     include: Annotated[list[str], Meta(max_length=0)] = field(default_factory=list)
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
+    seed: Any = None
+    """An integer, which the engines check."""
     temperature: float | None = None
     text: TextConfig = TextConfig()
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice = "auto"

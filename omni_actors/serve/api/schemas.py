@@ -129,6 +129,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """Calls that the assistant made."""
     tool_call_id: str | None = None
     """The call whose result a message with the role "tool" is."""
+    function_call: None = None
+    """OpenAI's older form of ``tool_calls``, which is refused: without its call, the conversation would differ."""
 
 
 class JSONSchema(msgspec.Struct, frozen=True):

@@ -29,7 +29,14 @@ from omni_actors.serve.media.audio import decode
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
 from omni_actors.serve.media.pictures import require_encoder
 from omni_actors.serve.routes.chat_answer import ChatCompletion, events, whole_response
-from omni_actors.serve.routes.common import begin_choices, open_body, require_accepted, session_of, text_parameters
+from omni_actors.serve.routes.common import (
+    SESSION_HEADER,
+    begin_choices,
+    open_body,
+    require_accepted,
+    session_of,
+    text_parameters,
+)
 from omni_actors.system import OmniSystem
 
 
@@ -70,6 +77,7 @@ async def begin(
     require_possible(body)
     params, names = parameters_of(body, params, system.pipeline)
     names = {name: (renamed or {}).get(client_name, client_name) for name, client_name in names.items()}
+    names["session"] = SESSION_HEADER
     modalities = _modalities(body, system.pipeline)
     completion = ChatCompletion(body, names, modalities, prefix)
     messages, references = await _split_media(list(zip(places, body.messages, strict=True)), system.pipeline)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from omni_actors.config import Pipeline
@@ -21,6 +23,8 @@ from omni_actors.serve.pipelines import Pipelines
 from omni_actors.system import OmniSystem
 from omni_actors.system.pictures import seed_of
 
+SESSION_HEADER = "X-Session-ID"
+
 
 def open_body(
     request: Request, fields: Mapping[str, Any], schema: type[schemas.OfModel], *, strict: bool = True
@@ -33,14 +37,31 @@ def open_body(
     """
     body, params = schemas.parse(fields, schema, strict=strict)
     system = choose_system(request, body.model)
+    if not strict:
+        params = typed(params, system.pipeline)
     if body.model != system.pipeline.name:
         params["lora"] = body.model
     return system, body, params
 
 
+def typed(params: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
+    """Return the engines' parameters of a form, whose values are strings, with the types that the engines declare.
+
+    A value of another type stays as it is: the engine refuses it.
+    """
+    found = dict(params)
+    for stage in pipeline.stages:
+        declared = pipeline.spec(stage).params
+        for field in msgspec.structs.fields(declared) if declared is not None else ():
+            if field.name in params:
+                with suppress(msgspec.ValidationError):
+                    found[field.name] = msgspec.convert(params[field.name], field.type, strict=False)
+    return found
+
+
 def session_of(request: Request) -> str | None:
-    """Return the name of the conversation that a request belongs to, from its header ``X-Session-ID``."""
-    return request.headers.get("x-session-id")
+    """Return the name of the conversation that a request belongs to, from its header ``SESSION_HEADER``."""
+    return request.headers.get(SESSION_HEADER)
 
 
 def choose_system(request: Request, model: str | None) -> OmniSystem:

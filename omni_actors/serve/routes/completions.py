@@ -17,6 +17,7 @@ from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.logprobs import completion_logprobs
 from omni_actors.serve.api.schemas import CompletionRequest
 from omni_actors.serve.routes.common import (
+    SESSION_HEADER,
     Completion,
     begin_choices,
     open_body,
@@ -51,7 +52,12 @@ async def completions(request: Request) -> Response:
     if not body.add_special_tokens:
         params.setdefault("tokenization_kwargs", {"add_special_tokens": False})
     raw = dict.fromkeys(("input", "messages", "prompt_token_ids"), "prompt")
-    names = {**raw, "modalities": "model", **{name: client_name for name, client_name, _ in given}}
+    names = {
+        **raw,
+        "modalities": "model",
+        "session": SESSION_HEADER,
+        **{name: client_name for name, client_name, _ in given},
+    }
     prompts, session = raw_prompts(body.prompt, "prompt"), session_of(request)
     request.scope[SCOPE_KEY].release()
     completion = _TextCompletion(body, len(prompts))

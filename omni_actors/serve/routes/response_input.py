@@ -64,6 +64,7 @@ def chat_request(body: items.ResponsesRequest, messages: Sequence[schemas.ChatMe
         audio=body.audio,
         stream=body.stream,
         max_completion_tokens=body.max_output_tokens,
+        seed=body.seed,
         tools=[Tool(_function(tool)) for tool in body.tools],
         tool_choice=NamedTool(FunctionName(choice.name)) if isinstance(choice, items.FunctionChoice) else choice,
         parallel_tool_calls=body.parallel_tool_calls,

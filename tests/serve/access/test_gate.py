@@ -124,6 +124,17 @@ class TestClient:
         return headers.get(b"retry-after", b"").decode()
 
 
+@pytest.mark.parametrize(("encoding", "status"), [(b"gzip", 415), (b"br", 415), (b"identity", 200), (b"Identity", 200)])
+async def test_a_compressed_body_is_refused(nursery: trio.Nursery, encoding: bytes, status: int) -> None:
+    gate = GateFixture()
+    gate.handler.may_start.set()
+    gate.handler.may_answer.set()
+    client = TestClient(gate, nursery, headers=[(b"content-encoding", encoding)])
+    await client.send(bytes(20))
+    assert client.status == status
+    assert gate.state() == (3, 0)
+
+
 async def test_an_upload_holds_bytes_and_a_complete_request_also_a_place(nursery: trio.Nursery) -> None:
     gate = GateFixture()
     client = TestClient(gate, nursery)

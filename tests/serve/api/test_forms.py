@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_actors import config
 from omni_actors.serve.api.form_body import MAX_FIELD_BYTES, MAX_PARTS
 from omni_actors.serve.api.json_body import SLICE_BYTES
+from omni_actors.serve.routes.common import typed
 from tests.support.request_bodies import MULTIPART, parsed_or_refused, refusal, take
 
 
@@ -99,3 +101,8 @@ def test_any_form_is_parsed_or_refused(body: bytes, content_type: str) -> None:
     for path in ("transcription", "edit_form"):
         parsed_or_refused(path, b"--XX\r\n" + body, content_type)
         parsed_or_refused(path, body, content_type)
+
+
+def test_engines_parameters_have_the_types_that_the_engines_declare() -> None:
+    form = {"image_guidance": "1.5", "think": "true", "renorm": "global", "renorm_min": "x", "other": "1"}
+    assert typed(form, config.load("bagel")) == {**form, "image_guidance": 1.5, "think": True}

@@ -147,3 +147,24 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
         messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hello"}],
     )
     assert answer.choices[0].message.content == "hello" * 3
+
+
+def test_a_call_in_openais_older_form_is_refused(client: openai.OpenAI) -> None:
+    call = {"name": "weather", "arguments": "{}"}
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, messages=[*HELLO, {"role": "assistant", "content": "", "function_call": call}, *HELLO])
+    assert caught.value.param == "messages[1].function_call"
+    answered = {"role": "assistant", "content": "hi", "function_call": None}
+    assert ask(client, messages=[*HELLO, answered, *HELLO]).choices[0].message.content == "hello" * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("chat/completions", "messages"), ("completions", "prompt"), ("responses", "input")]
+)
+def test_a_bad_session_is_an_error_about_its_header(client: openai.OpenAI, path: str, field: str) -> None:
+    body = {"model": "studio", field: HELLO if field == "messages" else "hello"}
+    for name in ("", "a" * 257):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.post(f"/{path}", body=body, cast_to=object, options={"headers": {"X-Session-ID": name}})
+        assert caught.value.param == "X-Session-ID"
+        assert "X-Session-ID: expected a string of 1 to 256 characters" in str(caught.value)

@@ -172,6 +172,13 @@ def test_a_structured_answer_is_parsed(author: openai.OpenAI) -> None:
     assert Weather.model_validate_json(write(author, text=text, max_output_tokens=100).output_text)
 
 
+def test_parameters_of_engines_reach_them(gallery: Any) -> None:
+    with gallery.server.openai() as client:
+        answer = ask(client, "gallery", temperature=0.5, top_p=0.9, extra_body={"seed": 5, "top_k": 7})
+    given = json.loads(answer.output_text.splitlines()[0])["params"]
+    assert given == {"temperature": 0.5, "top_p": 0.9, "seed": 5, "top_k": 7}
+
+
 def test_a_conversation_goes_on_from_a_stored_response(author: openai.OpenAI) -> None:
     first = write(author, temperature=0, instructions="Speak.")
     second = write(author, temperature=0, input="And now?", previous_response_id=first.id)
