@@ -202,6 +202,12 @@ class ContextEngine(LanguageEngine[ContextRequest]):
             request.position += count
         return logits
 
+    def _answered(self, request: ContextRequest) -> None:
+        if request.draws:
+            self._scheduler.remove(request)  # its adapter stays until the contexts are passed on
+        else:
+            super()._answered(request)
+
     def _append(
         self, request: ContextRequest, token: int, logits: Tensor | None = None
     ) -> Iterator[StageOutput | StageFailure]:
