@@ -138,7 +138,15 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         if sizes and request.params.size is None:
             request.size = sizes[-1]
         request.terms = terms
-        return [*([None] * count), self._marks.text_start]
+        return [*self._tokens(terms, draws=request.draws), self._marks.text_start]
+
+    def _tokens(self, terms: Iterable[Term], *, draws: bool) -> Iterator[int | None]:
+        """Yield the token of each position of the full context; None: a picture's."""
+        for term in terms:
+            if isinstance(term, list):
+                yield from (self._marks.text_start, *term, self._marks.text_end)
+            else:
+                yield from [None] * count_positions(self._model, [term], draws=draws)
 
     def _picture(self, prompt: OmniPrompt, index: int) -> Pixels:
         """Return an image of the request, resized as the model reads it."""

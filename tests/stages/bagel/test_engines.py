@@ -195,6 +195,15 @@ def test_an_unusable_prompt_is_refused(bagel: Bagel, chunk: Any, param: str) -> 
         bagel.reader.abort(5)
 
 
+def test_a_repetition_penalty_counts_the_tokens_of_the_prompt(bagel: Bagel) -> None:
+    """A strong reward of repetition leaves tokens that the context has: those of the text and its marks."""
+    engine: Any = bagel.reader.engine
+    text = "zebra"
+    tokens = {*engine._vocabulary.tokenizer.encode(text), engine._marks.text_start, engine._marks.text_end}
+    written = bagel.write([text], max_tokens=4, repetition_penalty=0.1)
+    assert {token for output in written for token in output.decisions} <= tokens
+
+
 def large_contexts(length: int) -> Any:
     """Contexts of this length in the three layers of a model with 8 heads of 64 numbers."""
     import torch
