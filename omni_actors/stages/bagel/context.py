@@ -130,6 +130,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
                     terms.append(self._picture(prompt, part.index))
                 else:
                     raise InvalidRequest(f"{part.kind} was sent; this model reads text and images", param="messages")
+        prompt.media.require_placed((part.kind, part.index) for message in prompt.messages for part in message.media)
         if not terms:
             raise InvalidRequest("the prompt is empty: no message has text or an image", param="messages")
         count = count_positions(self._model, terms, draws=request.draws)

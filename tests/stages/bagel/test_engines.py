@@ -195,6 +195,22 @@ def test_an_unusable_prompt_is_refused(bagel: Bagel, chunk: Any, param: str) -> 
         bagel.reader.abort(5)
 
 
+@pytest.mark.parametrize(
+    "medium",
+    [
+        ({"index": 0}, {"image": np.zeros((48, 64, 3), np.uint8)}),
+        ({"index": 0, "sample_rate": 16000}, {"audio": np.zeros(16000, np.float32)}),
+    ],
+)
+def test_a_medium_without_a_place_is_refused(bagel: Bagel, medium: Any) -> None:
+    bagel.reader.start(5)
+    bagel.reader.feed(5, *medium)
+    [words] = chunks_of(["a boat"])
+    with pytest.raises(InvalidRequest, match=r"no message refers to (image|audio) 0, which was sent") as refused:
+        bagel.reader.feed(5, *words, last=True)
+    assert refused.value.param == "messages"
+
+
 def test_a_repetition_penalty_counts_the_tokens_of_the_prompt(bagel: Bagel) -> None:
     """A strong reward of repetition leaves tokens that the context has: those of the text and its marks."""
     engine: Any = bagel.reader.engine
