@@ -75,6 +75,8 @@ class ContextEngine(LanguageEngine[ContextRequest]):
     def __init__(self, context: StageContext, *, draws: bool = False) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files), ValueError."""
         options = msgspec.convert(context.options, self.OPTIONS)
+        if options.prefix_cache_mb:
+            raise ValueError("prefix_cache_mb: this engine has no cache of prompt prefixes; remove it")
         context.report("reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(context.tokenizer_directory, local_files_only=True)
         self._marks, self._options = marks(tokenizer), options

@@ -195,6 +195,13 @@ def test_an_unusable_prompt_is_refused(bagel: Bagel, chunk: Any, param: str) -> 
         bagel.reader.abort(5)
 
 
+def test_an_option_without_effect_is_refused(tiny_bagel: Path) -> None:
+    from omni_actors.stages.bagel.context import ContextEngine
+
+    with pytest.raises(ValueError, match="prefix_cache_mb: this engine has no cache"):
+        ContextEngine(context(tiny_bagel, "context", prefix_cache_mb=1))
+
+
 @pytest.mark.parametrize(
     "medium",
     [
