@@ -119,12 +119,12 @@ class ContextEngine(LanguageEngine[ContextRequest]):
             raise InvalidRequest("prompt: this model reads conversations only", param="prompt")
         terms: list[Term] = []
         deadline = Deadline(self.LIMITS.decode_s)
-        for message in with_system_prompt(prompt.messages, self._options.system_prompt):
+        messages = with_system_prompt(prompt.messages, self._options.system_prompt)
+        size = sum(len(text) for message in messages for text in message.texts)
+        refuse_beyond_context(size // self._vocabulary.longest, f"{size} characters", self._context)
+        for message in messages:
             for part in message.parts:
                 if isinstance(part, TextPart):
-                    refuse_beyond_context(
-                        len(part.text) // self._vocabulary.longest, f"{len(part.text)} characters", self._context
-                    )
                     tokens = self._vocabulary.tokenizer.encode(part.text, add_special_tokens=False)
                     terms += [request.params.tokenization_kwargs.cut(tokens)] if tokens else []
                 elif isinstance(part, ImagePart):

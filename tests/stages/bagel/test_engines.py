@@ -195,6 +195,19 @@ def test_an_unusable_prompt_is_refused(bagel: Bagel, chunk: Any, param: str) -> 
         bagel.reader.abort(5)
 
 
+def test_texts_that_are_too_long_together_are_refused_before_they_are_tokenized(
+    bagel: Bagel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = bagel.reader.engine
+    text = "a" * (engine._context * engine._vocabulary.longest // 2)
+    monkeypatch.setattr(type(engine._vocabulary.tokenizer), "encode", None)
+    bagel.reader.start(5)
+    [words] = chunks_of([text, text])
+    with pytest.raises(InvalidRequest, match="context holds") as refused:
+        bagel.reader.feed(5, *words, last=True)
+    assert refused.value.code == "context_length_exceeded"
+
+
 def test_an_option_without_effect_is_refused(tiny_bagel: Path) -> None:
     from omni_actors.stages.bagel.context import ContextEngine
 
