@@ -173,7 +173,9 @@ def _pixels(item: Any, dimensions: int, name: str, shape: str) -> Pixels:
 def _pillow_pixels(image: Any) -> Pixels:
     """Return the stored pixels of a Pillow image on a white background. EXIF rotation is not applied."""
     if image.mode.startswith("I;16"):  # Pillow's own conversion makes all values above 255 white
-        grey = (np.asarray(image) >> 8).astype(np.uint8)
+        values = np.asarray(image)
+        grey = (values >> 8).astype(np.uint8)
+        grey[values == image.info.get("transparency")] = 255  # a PNG file may have one value that is transparent
         return np.repeat(grey[..., None], 3, axis=-1)
     if not image.has_transparency_data:
         return np.asarray(image.convert("RGB"))

@@ -120,6 +120,15 @@ def test_transparent_pixels_of_a_pillow_image_become_white() -> None:
     assert np.abs(pixels.astype(int) - white).max() <= 1
 
 
+@pytest.mark.voice
+def test_the_transparent_value_of_a_pillow_image_of_16_bits_becomes_white() -> None:
+    from PIL import Image
+
+    image = Image.fromarray(np.array([[0x1234, 0x1235, 0]], np.uint16))
+    image.info["transparency"] = 0x1234  # as Pillow has it of a PNG file
+    assert only(image, "image")[1]["image"][0, :, 0].tolist() == [255, 0x12, 0]
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

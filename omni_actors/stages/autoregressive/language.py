@@ -138,6 +138,10 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         """Take the next positions of the prompt from the prefix cache. Their keys and values are there already."""
         raise NotImplementedError
 
+    def _answered(self, request: R) -> None:
+        """Remove a request whose answer is complete."""
+        self.abort(request.id)
+
     # StageEngine
 
     @property
@@ -326,7 +330,7 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         last = request.answer.finish_reason is not None
         downstream = self._downstream(request, None if last else token)
         if last:
-            self.abort(request.id)
+            self._answered(request)
         if data or downstream:
             decisions, request.decisions = tuple(request.decisions), []
             yield base.StageOutput(request.id, data=data, downstream=downstream, last=last, decisions=decisions)

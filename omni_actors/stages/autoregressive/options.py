@@ -50,20 +50,25 @@ class SplitOptions(TextOptions, frozen=True, forbid_unknown_fields=True):
     be sent again."""
 
 
+MOST_CUT = 8192
+"""A prompt of certainly more tokens is not cut to fit: it is tokenized as a whole first, and all requests wait."""
+
+
 class TokenizationKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The arguments of a tokenizer that a client may choose, by transformers' names."""
 
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to a raw text. A conversation has those of its template."""
     truncation: bool = False
-    """Whether a prompt of more than ``max_length`` tokens is cut."""
+    """Whether a prompt of more than ``max_length`` tokens is cut; one that is far too long is refused."""
     max_length: bounds.Tokens | None = None
     truncation_side: Literal["left", "right"] = "right"
     """Which tokens are cut off."""
 
     def least(self, tokens: int) -> int:
-        """Return how many tokens are kept at least of a prompt that has at least ``tokens``."""
-        return tokens if not self.truncation or self.max_length is None else min(tokens, self.max_length)
+        """Return how many tokens have to fit into the context, of a prompt that has at least ``tokens``."""
+        uncut = not self.truncation or self.max_length is None or tokens > MOST_CUT
+        return tokens if uncut or self.max_length is None else min(tokens, self.max_length)
 
     def cut(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that are kept."""

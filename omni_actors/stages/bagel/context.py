@@ -75,6 +75,8 @@ class ContextEngine(LanguageEngine[ContextRequest]):
     def __init__(self, context: StageContext, *, draws: bool = False) -> None:
         """Raises msgspec.ValidationError (options), WrongCheckpoint, OSError (the checkpoint's files), ValueError."""
         options = msgspec.convert(context.options, self.OPTIONS)
+        if options.prefix_cache_mb:
+            raise ValueError("prefix_cache_mb: this engine has no cache of prompt prefixes; remove it")
         context.report("reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(context.tokenizer_directory, local_files_only=True)
         self._marks, self._options = marks(tokenizer), options
@@ -117,12 +119,12 @@ class ContextEngine(LanguageEngine[ContextRequest]):
             raise InvalidRequest("prompt: this model reads conversations only", param="prompt")
         terms: list[Term] = []
         deadline = Deadline(self.LIMITS.decode_s)
-        for message in with_system_prompt(prompt.messages, self._options.system_prompt):
+        messages = with_system_prompt(prompt.messages, self._options.system_prompt)
+        size = sum(len(text) for message in messages for text in message.texts)
+        refuse_beyond_context(size // self._vocabulary.longest, f"{size} characters", self._context)
+        for message in messages:
             for part in message.parts:
                 if isinstance(part, TextPart):
-                    refuse_beyond_context(
-                        len(part.text) // self._vocabulary.longest, f"{len(part.text)} characters", self._context
-                    )
                     tokens = self._vocabulary.tokenizer.encode(part.text, add_special_tokens=False)
                     terms += [request.params.tokenization_kwargs.cut(tokens)] if tokens else []
                 elif isinstance(part, ImagePart):
@@ -130,6 +132,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
                     terms.append(self._picture(prompt, part.index))
                 else:
                     raise InvalidRequest(f"{part.kind} was sent; this model reads text and images", param="messages")
+        prompt.media.require_placed((part.kind, part.index) for message in prompt.messages for part in message.media)
         if not terms:
             raise InvalidRequest("the prompt is empty: no message has text or an image", param="messages")
         count = count_positions(self._model, terms, draws=request.draws)
@@ -138,7 +141,15 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         if sizes and request.params.size is None:
             request.size = sizes[-1]
         request.terms = terms
-        return [*([None] * count), self._marks.text_start]
+        return [*self._tokens(terms, draws=request.draws), self._marks.text_start]
+
+    def _tokens(self, terms: Iterable[Term], *, draws: bool) -> Iterator[int | None]:
+        """Yield the token of each position of the full context; None: a picture's."""
+        for term in terms:
+            if isinstance(term, list):
+                yield from (self._marks.text_start, *term, self._marks.text_end)
+            else:
+                yield from [None] * count_positions(self._model, [term], draws=draws)
 
     def _picture(self, prompt: OmniPrompt, index: int) -> Pixels:
         """Return an image of the request, resized as the model reads it."""
@@ -201,6 +212,12 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         for request in requests:
             request.position += count
         return logits
+
+    def _answered(self, request: ContextRequest) -> None:
+        if request.draws:
+            self._scheduler.remove(request)  # its adapter stays until the contexts are passed on
+        else:
+            super()._answered(request)
 
     def _append(
         self, request: ContextRequest, token: int, logits: Tensor | None = None

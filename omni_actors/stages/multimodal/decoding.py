@@ -13,7 +13,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from omni_actors.stages.base import InvalidRequest
-from omni_actors.stages.multimodal.audio import Floats, Recording, audio_refusal
+from omni_actors.stages.multimodal.audio import SHORTEST_S, Floats, Recording, audio_refusal
 from omni_actors.stages.multimodal.frames import FrameProcessor
 from omni_actors.stages.multimodal.images import check_pixels, decode_image
 from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
@@ -132,7 +132,7 @@ class _Decoding:
             sound = video.audio
             if isinstance(video.content, bytes):
                 sound = decode_sound(video.content, index, self._decoder.longest_s, self._deadline)
-            if sound is not None:
+            if sound is not None and sound.duration_s >= SHORTEST_S:
                 self.add_sound(sound, len(self.decoded.videos))
         self.decoded.videos.append(frames)
 

@@ -49,7 +49,10 @@ def check_pixels(index: int, width: int, height: int, max_pixels: int) -> None:
 
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "I;16":  # Pillow's own conversion makes all values above 255 white
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        values = np.asarray(image)
+        grey = (values >> 8).astype(np.uint8)
+        grey[values == image.info.get("transparency")] = 255  # a PNG file may have one value that is transparent
+        return Image.fromarray(grey).convert("RGB")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, "white")

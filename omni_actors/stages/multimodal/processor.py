@@ -270,10 +270,7 @@ def _check_places(places: Sequence[tuple[str, int]], media: Media, place: str = 
     for kind, index in places:
         if index not in media.of(kind):
             raise InvalidRequest(f"a {place} refers to {kind} {index}, which was not sent", param=param)
-    unplaced = sorted({(kind, index) for kind in ("audio", "image", "video") for index in media.of(kind)} - set(places))
-    if unplaced:
-        found = "{} {}".format(*unplaced[0])
-        raise InvalidRequest(f"no {place} refers to {found}, which was sent", param=param)
+    media.require_placed(places, place, param)
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:

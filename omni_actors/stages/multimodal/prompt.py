@@ -17,7 +17,7 @@ Media without a conversation are the user's question, in order of kind and index
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -70,6 +70,15 @@ class Media(msgspec.Struct):
         """Return the media of one kind ("audio", "image" or "video") by index."""
         by_index: Mapping[int, Any] = getattr(self, kind)
         return by_index
+
+    def require_placed(
+        self, places: Iterable[tuple[str, int]], place: str = "message", param: str = "messages"
+    ) -> None:
+        """Raise InvalidRequest if a medium has no place. places: kind and index. place: what a place is called."""
+        sent = {(kind, index) for kind in ("audio", "image", "video") for index in self.of(kind)}
+        if unplaced := sorted(sent - set(places)):
+            found = "{} {}".format(*unplaced[0])
+            raise InvalidRequest(f"no {place} refers to {found}, which was sent", param=param)
 
 
 class OmniPrompt:

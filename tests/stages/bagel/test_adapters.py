@@ -73,9 +73,12 @@ def test_two_stages_draw_with_the_adapter_of_each_request(directories: tuple[Pat
             assert not engine._adapters.loaded  # type: ignore[attr-defined]
 
 
-def test_one_stage_keeps_the_adapter_until_the_picture_is_drawn(directories: tuple[Path, Path, Path]) -> None:
+@pytest.mark.parametrize("name", ["edit", "thought"])
+def test_one_stage_keeps_the_adapter_until_the_picture_is_drawn(
+    directories: tuple[Path, Path, Path], name: str
+) -> None:
     whole, lora, updated = directories
-    case = cases.PICTURES["edit"]
+    case = cases.PICTURES[name]
 
     def drawn(directory: Path, **more: Any) -> Any:
         with closing(OneStageEngine(context(directory, "bagel"))) as engine:

@@ -195,6 +195,51 @@ def test_an_unusable_prompt_is_refused(bagel: Bagel, chunk: Any, param: str) -> 
         bagel.reader.abort(5)
 
 
+def test_texts_that_are_too_long_together_are_refused_before_they_are_tokenized(
+    bagel: Bagel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = bagel.reader.engine
+    text = "a" * (engine._context * engine._vocabulary.longest // 2)
+    monkeypatch.setattr(type(engine._vocabulary.tokenizer), "encode", None)
+    bagel.reader.start(5)
+    [words] = chunks_of([text, text])
+    with pytest.raises(InvalidRequest, match="context holds") as refused:
+        bagel.reader.feed(5, *words, last=True)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_an_option_without_effect_is_refused(tiny_bagel: Path) -> None:
+    from omni_actors.stages.bagel.context import ContextEngine
+
+    with pytest.raises(ValueError, match="prefix_cache_mb: this engine has no cache"):
+        ContextEngine(context(tiny_bagel, "context", prefix_cache_mb=1))
+
+
+@pytest.mark.parametrize(
+    "medium",
+    [
+        ({"index": 0}, {"image": np.zeros((48, 64, 3), np.uint8)}),
+        ({"index": 0, "sample_rate": 16000}, {"audio": np.zeros(16000, np.float32)}),
+    ],
+)
+def test_a_medium_without_a_place_is_refused(bagel: Bagel, medium: Any) -> None:
+    bagel.reader.start(5)
+    bagel.reader.feed(5, *medium)
+    [words] = chunks_of(["a boat"])
+    with pytest.raises(InvalidRequest, match=r"no message refers to (image|audio) 0, which was sent") as refused:
+        bagel.reader.feed(5, *words, last=True)
+    assert refused.value.param == "messages"
+
+
+def test_a_repetition_penalty_counts_the_tokens_of_the_prompt(bagel: Bagel) -> None:
+    """A strong reward of repetition leaves tokens that the context has: those of the text and its marks."""
+    engine: Any = bagel.reader.engine
+    text = "zebra"
+    tokens = {*engine._vocabulary.tokenizer.encode(text), engine._marks.text_start, engine._marks.text_end}
+    written = bagel.write([text], max_tokens=4, repetition_penalty=0.1)
+    assert {token for output in written for token in output.decisions} <= tokens
+
+
 def large_contexts(length: int) -> Any:
     """Contexts of this length in the three layers of a model with 8 heads of 64 numbers."""
     import torch

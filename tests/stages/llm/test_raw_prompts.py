@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from omni_actors.stages.autoregressive.options import MOST_CUT
 from omni_actors.stages.base import Decisions, InvalidRequest
 from omni_actors.stages.llm.engine import LLMEngine
 from tests.stages.llm.tiny_engine import CONTEXT, PROMPTS, Results, assert_empty, opened, transformers_of, user
@@ -218,6 +219,22 @@ def test_a_prompt_that_is_not_cut_enough_is_refused(
     driver.start(0, tokenization_kwargs=kwargs)
     with pytest.raises(InvalidRequest, match="context holds"):
         driver.feed(0, data, tensors, last=True)
+    driver.live.discard(0)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("form", ["prompt", "text of a message", "messages"])
+def test_a_prompt_too_long_to_be_tokenized_is_refused_before_it_is_cut(
+    engine: LLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    text = "a" * (MOST_CUT * engine._vocabulary.longest + 1)
+    data = {"prompt": {"prompt": text}, "text of a message": user(text)}.get(form)
+    data = data or {"messages": [{"role": "user", "content": "a"}] * (MOST_CUT + 1)}
+    monkeypatch.setattr(engine._vocabulary.tokenizer.__class__, "encode", None)
+    driver.start(0, tokenization_kwargs={"truncation": True, "max_length": 9})
+    with pytest.raises(InvalidRequest, match="context holds") as refused:
+        driver.feed(0, data, {}, last=True)
+    assert refused.value.code == "context_length_exceeded"
     driver.live.discard(0)
     assert_empty(engine)
 

@@ -75,6 +75,11 @@ def test_transparent_parts_become_white(mode: str) -> None:
     assert pixels[:, :, 0].tolist() == [[0, 0, 255, 255]] * 2
 
 
+def test_the_transparent_value_of_a_grey_image_of_16_bits_becomes_white() -> None:
+    picture = Image.fromarray(np.array([[0x1234, 0x1235, 0]], np.uint16))
+    assert decoded(image_file(picture, transparency=0x1234))[0, :, 0].tolist() == [255, 0x12, 0]
+
+
 @pytest.mark.parametrize(("orientation", "turns"), [(1, 0), (3, 2), (6, 3), (8, 1)])
 def test_a_photo_is_rotated_by_its_exif_orientation(orientation: int, turns: int) -> None:
     exif = Image.Exif()

@@ -225,6 +225,15 @@ def test_a_video_without_sound_gives_frames_only(family: Family) -> None:
     assert found.ids == family.ours(prompt_of(clip)).ids
 
 
+@pytest.mark.parametrize("samples", [0, 1, RATE // 10 - 1])
+def test_a_sound_too_short_for_a_word_is_left_out_of_a_video(family: Family, samples: int) -> None:
+    data, tensors = video(2, *family.frame)
+    clip = {**data, "sample_rate": RATE}, {**tensors, "audio": np.zeros(samples, np.float32)}
+    found = family.ours(prompt_of(clip), use_audio_in_video=True)
+    assert not found.use_audio_in_video
+    assert found.ids == family.ours(prompt_of(clip)).ids
+
+
 def test_the_sound_of_only_some_videos_is_refused(family: Family) -> None:
     (data, tensors), silent = video(2, *family.frame, index=1), video(2, *family.frame)
     loud = {**data, "sample_rate": RATE}, {**tensors, "audio": sound(1.0)[1]["audio"]}
