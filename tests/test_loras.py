@@ -18,7 +18,7 @@ from omni_actors.errors import InvalidAdapter, InvalidRequest, TooManyCalls, Uns
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Desired
-from omni_actors.serve.app import build
+from omni_actors.serve.app import admission_to, build
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.settings import ServerSettings
@@ -159,7 +159,8 @@ async def test_an_adapter_is_a_model_of_the_http_server(tmp_path: Path) -> None:
         await omni.add_lora("marked", saved(tmp_path, "1"))
         pipelines = Pipelines([omni])
         pipelines.loaded.add("base")
-        app = build(pipelines, ServerSettings(), media=MediaLoader())
+        settings = ServerSettings()
+        app = build(pipelines, settings, admission=admission_to(pipelines, settings), media=MediaLoader())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
             models = (await client.get("/v1/models")).json()["data"]
             assert [(each["id"], each.get("parent")) for each in models] == [("base", None), ("marked", "base")]

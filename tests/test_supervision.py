@@ -16,7 +16,7 @@ import pytest
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import RequestError, StageFailed, StageUnavailable
 from omni_actors.protocol.messages import Address
-from omni_actors.serve.app import build
+from omni_actors.serve.app import admission_to, build
 from omni_actors.serve.media.loader import MediaLoader
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.settings import ServerSettings
@@ -227,7 +227,8 @@ async def test_the_history_is_in_dead_error_and_without_stderr_in_health() -> No
         assert error.stderr_tail == ("a line of stderr",)
         assert [(death.generation, death.exit.exit_code) for death in error.history] == [(1, 3), (2, 4)]
         assert began <= error.history[0].at <= error.history[1].at <= time.time()
-        app = build(Pipelines([omni]), ServerSettings(api_key="secret"), media=MediaLoader())
+        pipelines, settings = Pipelines([omni]), ServerSettings(api_key="secret")
+        app = build(pipelines, settings, admission=admission_to(pipelines, settings), media=MediaLoader())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here") as client:
             answer = await client.get("/health", headers={"authorization": "Bearer secret"})
             stranger = await client.get("/health")

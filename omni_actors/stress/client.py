@@ -203,5 +203,6 @@ async def _second_outcome(generation: Generation, error: RequestError | None) ->
     except StopAsyncIteration:
         return "completion" if error else None
     except RequestError as again:
-        return None if again is error else f"{type(again).__name__}: {again}"
+        is_same = type(again) is type(error) and str(again) == str(error)
+        return None if is_same else f"{type(again).__name__}: {again}"
     return f"an output of {output.stage!r}"
