@@ -202,7 +202,7 @@ class Suspects:
         if (group := draining) is not None:
             if group.address in unused:
                 self._begin(group, group.address, alone=True)
-            elif now >= group.ends_at:
+            if not group.on_trial and now >= group.ends_at:  # also where another stage that it needs is away
                 self._trials.end_drain(group, now)
                 self._dispatcher.dispatch_waiting()
             return

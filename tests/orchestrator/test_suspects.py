@@ -11,6 +11,7 @@ import trio.testing
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.trials import CULPRIT_WAIT_S, REPLICA_DRAIN_S
 from omni_actors.protocol.messages import Address
 from omni_actors.stages.base import Chunk, StageCheckpoint, StageFailure, StageOutput
 from omni_actors.stages.echo.engine import EchoEngine
@@ -68,4 +69,43 @@ async def test_a_suspect_that_its_stage_had_finished_delays_no_other_suspect(
         with trio.fail_after(60.0):
             assert [output.data["text"] for output in await read(innocent)] == ["innocent"]
         held.abort()
+        poison.abort()
+
+
+class CrashesOnce(Crashes):
+    """An engine whose worker crashes at the first output of a request with ``poison``, and never again."""
+
+    has_crashed = False
+
+    def step(self) -> Iterator[StageOutput | StageFailure | StageCheckpoint]:
+        if CrashesOnce.has_crashed:
+            yield from EchoEngine.step(self)
+        else:
+            CrashesOnce.has_crashed = any("poison" in each.head.data for each in self._requests.values() if each.head)
+            yield from super().step()
+
+
+async def test_a_replica_is_drained_no_longer_than_it_may_although_another_stage_is_away(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    quick = Restart(intensity=9, backoff_s=0.01, backoff_max_s=0.01)
+    echo: dict[str, Any] = {"deterministic": True, "restart": quick}
+    stages = {
+        "first": Stage(engine=f"{__name__}:CrashesOnce", accepts=("script",), emits="text", **echo),
+        "second": Stage(engine="echo", inputs=("first",), emits="audio", **echo),
+    }
+    loads_s = {FIRST: 1.0, SECOND: 1.0}
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(loads_s[address], 0.1), lambda note: None)
+    Crashes.crash = lambda: spawner.living[FIRST].die(signal="SIGSEGV")
+    async with OmniSystem.open(Pipeline(name="two", stages=stages), spawner=spawner) as omni:
+        loads_s[SECOND] = 500.0
+        poison = omni.submit({"script": [Input({"poison": "yes"})]}, ["audio"])
+        await until(lambda: omni.health().stages["first"][0].restarts == 1)
+        spawner.living[SECOND].kill()
+        delays = []
+        while trio.current_time() < CULPRIT_WAIT_S + 2 * REPLICA_DRAIN_S:
+            began = trio.current_time()
+            await read(omni.submit({"script": [Input({"text": str(began)})]}, ["text"]))
+            delays.append(trio.current_time() - began)
+        assert REPLICA_DRAIN_S - 1.0 < max(delays) < REPLICA_DRAIN_S + 1.0
         poison.abort()
