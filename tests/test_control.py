@@ -125,6 +125,19 @@ async def test_a_call_that_cannot_be_sent_is_refused_and_ends_no_worker() -> Non
         assert notes(await omni.call("notes", stages=["able"])) == [{}]
 
 
+@pytest.mark.parametrize(
+    ("capability", "arguments"),
+    [("worker_status", {"x": 1}), ("freeze", {}), ("supports", {}), ("note", {"x": 1}), ("itself", {}), ("huge", {})],
+)
+async def test_wrong_arguments_and_values_that_cannot_be_sent_end_no_worker(
+    capability: str, arguments: dict[str, Any]
+) -> None:
+    async with opened() as omni:
+        (reply,) = (await omni.call(capability, arguments, stages=["able"]))["able"]
+        assert isinstance(reply.error, InvalidRequest)
+        assert notes(await omni.call("notes", stages=["able"])) == [{}]
+
+
 async def test_a_change_of_state_reaches_a_worker_that_has_many_calls_to_answer() -> None:
     async with opened() as omni:
         running = ask(omni, "running")

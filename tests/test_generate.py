@@ -77,6 +77,9 @@ async def test_one_failure_leaves_the_other_answers_alone(omni: OmniSystem) -> N
     with pytest.raises(InvalidRequest) as failed:
         await omni.generate(asked).collect()
     assert (answers[1].error.index, failed.value.index) == (1, 1)
+    with pytest.raises(InvalidRequest, match="prompt") as failed:
+        omni.generate(["a", {"prompt": 5}])
+    assert failed.value.index == 1
 
 
 @with_shared_system

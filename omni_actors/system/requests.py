@@ -11,7 +11,7 @@ import msgspec
 
 from omni_actors import prompts as prompt_inputs
 from omni_actors.config import Pipeline
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import InvalidRequest, RequestError
 from omni_actors.generation import Generation
 from omni_actors.generations import Generations
 from omni_actors.media import MultiModalData
@@ -129,11 +129,21 @@ class Requests:
             if any(each is not None for each in media.values()):
                 message = "prompt: in a list, each prompt brings its own multi_modal_data, and there is no script"
                 raise InvalidRequest(message, param="prompt")
-            each_asked = [self._asked(each, **arguments) for each in prompt]
-            return self._submit_each([request for asked in each_asked for request in self._repeated(asked, n)])
+            each_asked = [
+                asked for index, each in enumerate(prompt) for asked in self._asked_of(index, each, n, arguments)
+            ]
+            return self._submit_each(each_asked)
         requests = self._repeated(self._asked(prompt, **media, **arguments), n)
         is_one = n is None or "n" in requests[0].params
         return self._submitted(requests[0]) if is_one else self._submit_each(requests)
+
+    def _asked_of(self, index: int, prompt: Any, n: int | None, arguments: Mapping[str, Any]) -> list[_Asked]:
+        """Return the requests that ``generate`` makes of one prompt of a list. index: its position."""
+        try:
+            return self._repeated(self._asked(prompt, **arguments), n)
+        except RequestError as error:
+            error.index = index
+            raise
 
     def _asked(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ class WorkerCalls:
             return Answer(call.number, refusal=refusal)
         try:
             encoded = msgspec.msgpack.encode(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             message = f"the value cannot be sent: {error}"[:LONGEST_REASON]
             return Answer(call.number, refusal=CallRefusal(message, code="answer_not_encodable"))
         if len(encoded) > LARGEST_VALUE:
@@ -70,6 +71,10 @@ class WorkerCalls:
 
     def _call(self, engine: StageEngine, call: Call | Desired) -> Any:
         if (own := _OWN.get(call.capability)) is not None:
+            try:
+                inspect.signature(own).bind(self, engine, **call.arguments)
+            except TypeError as error:
+                raise InvalidRequest(f"{call.capability}: {error}") from error
             return own(self, engine, **call.arguments)
         supporting = self._supporting(engine, call.capability)
         self.calling = call.capability

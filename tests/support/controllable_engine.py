@@ -27,6 +27,7 @@ class ControllableEcho(EchoEngine):
             "active": lambda: sorted(self._requests),
             "large": lambda size: "x" * size,
             "itself": lambda: self,
+            "huge": lambda: 2**64,
             "crash": self._crash,
             "tokenize": lambda prompt, **more: {"tokens": [1], "token_strs": [prompt], "max_model_len": 8},
             "sleep": "there is nothing to offload",
