@@ -76,3 +76,25 @@ def test_a_request_that_is_aborted_while_its_media_are_read_is_forgotten(driver:
         driver.engine._media_thread.submit(int).result()
         ask(driver, 2)
         assert driver.run().keys() == {2}
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_5"])
+def test_tokens_that_vllm_gives_out_together_are_all_in_the_answer(
+    drive: Callable[..., Any], family: str, stop: bool
+) -> None:
+    driver, params = drive(f"vllm_{family}_thinker"), dict[str, Any]()
+
+    def answer(number: int, **more: Any) -> tuple[str, int, int, int]:
+        driver.start(number, max_tokens=12, **params, **more)
+        driver.feed(number, {"messages": [{"role": "user", "content": "what is it ?"}]}, last=True)
+        outputs = driver.run()[number]
+        rows = sum(len(output.downstream["rows"].numpy()) for output in outputs if "rows" in output.downstream)
+        text = "".join(output.data.get("text", "") for output in outputs)
+        return text, rows, outputs[-1].data["completion_tokens"], len(outputs)
+
+    if stop:
+        params["stop"] = [answer(3)[0].strip()[-8:-5]]
+    (*one_by_one, several), (*together, few) = answer(1), answer(2, stream_interval=5)
+    assert together == one_by_one
+    assert few < several

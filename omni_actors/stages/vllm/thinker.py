@@ -144,17 +144,25 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         (answer,) = output.outputs
         data = logprobs_of(output, answer)
         request.decide(answer.token_ids)
-        for token in answer.token_ids:
+        tokens, text = list[int](), ""
+        for token in answer.token_ids:  # several, with ``stream_interval``
+            tokens.append(token)
             data |= request.answer.push(token)
-            request.completion_tokens += 1
+            text += data.pop("text", "")
+            if request.answer.finish_reason is not None:
+                break
+        request.completion_tokens += len(tokens)
         last = output.finished or request.answer.finish_reason is not None
+        if text or last:
+            data["text"] = text
         if output.finished and request.answer.finish_reason is None:  # vLLM ended it for a reason of its own
-            data |= {"text": "", "finish_reason": answer.finish_reason}
+            data["finish_reason"] = answer.finish_reason
             data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.completion_tokens}
         downstream = {}
         if (handoff := request.handoff) is not None:
-            if not last and (row := self._token_row(answer.token_ids[-1])) is not None:
-                handoff.add_token(row)
+            for token in tokens[: len(tokens) - last]:
+                if (row := self._token_row(token)) is not None:
+                    handoff.add_token(row)
             downstream = handoff.take(lambda: self._handoff_header(request), request.answer.certain_tokens)
         if last:
             del self._requests[request.id]
