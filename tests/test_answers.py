@@ -22,6 +22,7 @@ from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import InvalidRequest, Overloaded, TemporarilyRefused
 from omni_actors.orchestrator.pieces import Input
 from tests.support.echo_systems import pid_of, until
+from tests.support.frozen import freeze
 from tests.support.served_engines import LEVEL, RATE, WORD_S
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
@@ -116,7 +117,7 @@ async def test_map_waits_while_other_requests_fill_the_system() -> None:
     pipeline = speaking(max_requests=1)
     async with OmniSystem.open(pipeline) as omni:
         worker = pid_of(omni, "text")
-        os.kill(worker, signal.SIGSTOP)  # so that the first request holds its place
+        freeze(worker)  # so that the first request holds its place
         other = omni.generate("mine")
         with pytest.raises(Overloaded):
             omni.generate("refused")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.system import OmniSystem
 from omni_actors.system.control import PAUSE_MODES
 from tests.support.controllable_engine import FACTORY
+from tests.support.frozen import freeze
 
 WATCHDOG_S = 60.0
 FAST = {"backoff_s": 0.01}
@@ -58,14 +57,6 @@ async def wait_generation(omni: OmniSystem, replica: int, generation: int) -> No
         if (state.generation, state.state) == (generation, "ready"):
             return
         await omni.wait_changed()
-
-
-def freeze(pid: int) -> None:
-    """Stop a process, and return when all its threads have stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    tasks = Path(f"/proc/{pid}/task")
-    while {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()} != {"T"}:
-        time.sleep(0.001)
 
 
 def notes(replies: dict[str, list[Reply]]) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ from omni_actors.orchestrator.pieces import Input
 from omni_actors.prompts import LONGEST_QUESTION
 from omni_actors.system import OmniSystem
 from tests.support.echo_systems import pid_of, read, two_stages, until
+from tests.support.frozen import freeze
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 RING_BYTES = 4096
@@ -139,7 +140,7 @@ async def test_a_stopped_worker_holds_the_iterator_back_and_nothing_is_lost(omni
         for taken in range(1, 61):
             yield f"{taken:1000}"
 
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         generation = speak(omni, segments())
         await until(lambda: taken > 0)

@@ -28,6 +28,7 @@ from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.sync import Omni
 from omni_actors.system import OmniSystem
 from tests.support.echo_systems import OFTEN, WATCHDOG_S, pid_of, until, wait_restarted
+from tests.support.frozen import freeze
 
 PIPELINE = Pipeline(
     name="marked",
@@ -194,7 +195,7 @@ async def test_a_change_that_a_worker_cannot_be_told_changes_no_stage(tmp_path: 
         await omni.add_lora("a", saved(tmp_path / "a", "1"))
         desired = {stage: adapters_kept(omni, stage) for stage in PIPELINE.stages}
         assert all(desired.values())
-        os.kill(frozen := pid_of(omni, stuck), signal.SIGSTOP)
+        freeze(frozen := pid_of(omni, stuck))
         for _ in range(MAX_CALLS):
             await omni.set_desired("freeze", {"frozen": False}, stages=[stuck], timeout_s=0.0)
         with pytest.raises(TooManyCalls):

@@ -24,6 +24,7 @@ from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
 from omni_actors.system.control import Replies
 from tests.support.controllable_engine import FACTORY
+from tests.support.frozen import freeze
 from tests.support.open_descriptors import weights_in_memory
 
 WATCHDOG_S = 60.0
@@ -152,7 +153,7 @@ async def test_weights_at_which_workers_are_killed_are_taken_back(file: Path) ->
 async def test_a_worker_that_dies_once_during_an_update_gets_the_new_weights(file: Path) -> None:
     async with opened() as omni:
         pid = omni.health().stages["able"][0].pid or 0
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(update, omni, file, "2")
             await trio.testing.wait_all_tasks_blocked(0.05)
@@ -207,7 +208,7 @@ async def test_weights_that_are_refused_after_the_timeout_are_taken_back(file: P
     async with opened() as omni:
         pids = [replica.pid or 0 for replica in omni.health().stages["able"]]
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            freeze(pid)
         await omni.start_weight_update()
         late = await omni.update_weights(file, version="1", stages=STAGES, timeout_s=0.0)
         assert [type(reply.error) for reply in late["able"]] == [CallTimedOut, CallTimedOut]
@@ -227,7 +228,7 @@ async def cancel_an_update(omni: OmniSystem, file: Path) -> int:
 
     async def call_and_stop(*args: Any, **kwargs: Any) -> Replies:
         replies = await call(*args, **kwargs)
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         omni.call = call
         return replies
 

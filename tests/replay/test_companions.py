@@ -22,6 +22,7 @@ from omni_actors.system import OmniSystem
 from tests.replay.mortal import all_ready, record_of
 from tests.support.companion_engines import PREDICTIONS, guided
 from tests.support.echo_systems import WATCHDOG_S, pid_of, read, until
+from tests.support.frozen import freeze
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 POSITIONS = 8
@@ -101,7 +102,7 @@ def test_a_companion_killed_at_any_output_is_replayed_and_the_other_goes_on(
 @with_shared_system
 async def test_without_replay_the_death_of_one_companion_ends_both(omni: OmniSystem) -> None:
     victim = pid_of(omni, UNWANTED)
-    os.kill(victim, signal.SIGSTOP)  # so that it dies before it has sent anything
+    freeze(victim)  # so that it dies before it has sent anything
     generation = ask(omni, on_failure="fail")
     await until(lambda: record_of(generation).number is not None)
     os.kill(victim, signal.SIGKILL)
@@ -125,7 +126,7 @@ async def test_the_refusal_of_one_companion_ends_both(omni: OmniSystem) -> None:
 @with_shared_system
 async def test_one_deadline_ends_both_while_one_companion_stands_still(omni: OmniSystem) -> None:
     stopped = pid_of(omni, UNWANTED)
-    os.kill(stopped, signal.SIGSTOP)
+    freeze(stopped)
     try:
         with pytest.raises(DeadlineExceeded):
             await read(ask(omni, deadline_s=0.3))

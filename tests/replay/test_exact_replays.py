@@ -30,6 +30,7 @@ from tests.replay.mortal import (
     wait_restarted,
 )
 from tests.support.echo_systems import pid_of, read, until
+from tests.support.frozen import freeze
 from tests.support.shared_system import SharedSystem, with_shared_system
 
 
@@ -111,11 +112,11 @@ async def test_a_request_completes_without_a_restarted_stage_that_is_not_needed(
     the third stage continues, and the first, which would feed the second once more, stays stopped."""
     async with OmniSystem.open(pipeline(), **{"stages.second.replicas": 2}) as omni:
         first, third = pid_of(omni, "first"), pid_of(omni, "third")
-        os.kill(third, signal.SIGSTOP)
+        freeze(third)
         generation = ask(omni)
         record = record_of(generation)
         await until(lambda: {"first", "second"} <= record.stats.keys())
-        os.kill(first, signal.SIGSTOP)
+        freeze(first)
         second = omni.health().stages["second"][record.replay_state.placement["second"].replica].pid
         assert second is not None
         os.kill(second, signal.SIGKILL)

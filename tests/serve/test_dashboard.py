@@ -20,6 +20,7 @@ from omni_actors import OmniSystem, config
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.stages.echo.engine import EchoEngine
 from tests.cluster.subprocess_cluster import open_on_nodes
+from tests.support.frozen import freeze
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
@@ -89,7 +90,7 @@ async def _exposed_on_nodes() -> str:
 def _kill_the_mind_of(server: Server, ask: Any) -> None:
     """Kill a worker that holds a request, and read the answer to its end."""
     pid = server.http.get("/health", params={"pipeline": "studio"}).json()["stages"]["mind"][0]["pid"]
-    os.kill(pid, signal.SIGSTOP)  # so that it holds the request for as long as this takes
+    freeze(pid)  # so that it holds the request for as long as this takes
     answer = ask()
     server.wait_metric('omni_requests_in_flight{pipeline="studio"}', 1)
     os.kill(pid, signal.SIGKILL)

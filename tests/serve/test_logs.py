@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from omni_actors import log_events
+from tests.support.frozen import freeze
 from tests.support.http_server import WATCHDOG_S, Api, Start, process_with_a_bug, until
 
 Command = Callable[..., "subprocess.Popen[bytes]"]
@@ -75,7 +76,7 @@ def start_json(command: Command, tmp_path: Path) -> Callable[..., Any]:
 def kill_with_a_request(server: Api) -> int:
     """Kill a worker that holds a request, and read the answer to its end. Returns the worker's pid."""
     pid = server.pid_of("mind")
-    os.kill(pid, signal.SIGSTOP)  # so that it holds the request for as long as this takes
+    freeze(pid)  # so that it holds the request for as long as this takes
     with server.openai() as client, ThreadPoolExecutor(1) as thread:
         answer = thread.submit(
             client.chat.completions.create, model="studio", messages=[{"role": "user", "content": "hi"}]

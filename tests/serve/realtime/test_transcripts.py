@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from omni_actors.serve.media.base64_data import to_base64
+from tests.support.frozen import freeze
 from tests.support.http_server import Server, Start
 from tests.support.realtime import PCM_S, Session, session, silence
 from tests.support.served_engines import REFUSED_S
@@ -73,7 +74,7 @@ def test_events_behind_a_language_that_cannot_be_checked_are_taken_in_order(star
     """The transcriber is stopped. Its death would end the wait too, so it is alive at the end."""
     with start() as server, session(server) as talk:
         ear = server.pid_of("ear")
-        os.kill(ear, signal.SIGSTOP)
+        freeze(ear)
         sound = random.Random(1).randbytes(20 * PCM_S)
         audio = {"input": {"turn_detection": None, "transcription": {"language": "de"}}}
         talk.send("session.update", session={"audio": audio})
