@@ -35,6 +35,7 @@ PROMPT ?= a red circle
 BIN := .venv/bin
 EXTRAS := voice,omni,image,cluster,dev
 BENCH_EXTRAS := $(EXTRAS),bench
+NIXL_EXTRAS := $(EXTRAS),nixl
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -95,7 +96,7 @@ test-nixl: setup .venv/nixl
 	$(BIN)/python -m pytest tests/cluster/test_nixl.py tests/cluster/test_nixl_faults.py tests/cluster/test_nixl_nodes.py tests/cluster/test_nixl_setting.py $(PYTEST_ARGS)
 
 .venv/nixl: .venv/installed
-	$(call phase,Installing NIXL (70 MB),$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(EXTRAS),nixl]')
+	$(call phase,Installing NIXL (70 MB),$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(NIXL_EXTRAS)]')
 	@touch $@
 
 test-worlds: setup

@@ -175,7 +175,8 @@ def _pillow_pixels(image: Any) -> Pixels:
     if image.mode.startswith("I;16"):  # Pillow's own conversion makes all values above 255 white
         values = np.asarray(image)
         grey = (values >> 8).astype(np.uint8)
-        grey[values == image.info.get("transparency")] = 255  # a PNG file may have one value that is transparent
+        if (transparent := image.info.get("transparency")) is not None:  # a PNG file may have one such value
+            grey[values == transparent] = 255
         return np.repeat(grey[..., None], 3, axis=-1)
     if not image.has_transparency_data:
         return np.asarray(image.convert("RGB"))

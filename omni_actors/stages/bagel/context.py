@@ -121,7 +121,8 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         deadline = Deadline(self.LIMITS.decode_s)
         messages = with_system_prompt(prompt.messages, self._options.system_prompt)
         size = sum(len(text) for message in messages for text in message.texts)
-        refuse_beyond_context(size // self._vocabulary.longest, f"{size} characters", self._context)
+        least = request.params.tokenization_kwargs.least(size // self._vocabulary.longest)
+        refuse_beyond_context(least, f"{size} characters", self._context)
         for message in messages:
             for part in message.parts:
                 if isinstance(part, TextPart):

@@ -51,7 +51,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "I;16":  # Pillow's own conversion makes all values above 255 white
         values = np.asarray(image)
         grey = (values >> 8).astype(np.uint8)
-        grey[values == image.info.get("transparency")] = 255  # a PNG file may have one value that is transparent
+        if (transparent := image.info.get("transparency")) is not None:  # a PNG file may have one such value
+            grey[values == transparent] = 255
         return Image.fromarray(grey).convert("RGB")
     if image.has_transparency_data:
         layer = image.convert("RGBA")

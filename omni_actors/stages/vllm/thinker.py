@@ -151,6 +151,8 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
             text += data.pop("text", "")
             if request.answer.finish_reason is not None:
                 break
+        if "logprobs" in data:
+            data["logprobs"] = data["logprobs"][: len(tokens)]
         request.completion_tokens += len(tokens)
         last = output.finished or request.answer.finish_reason is not None
         if text or last:
