@@ -80,6 +80,10 @@ async def test_one_failure_leaves_the_other_answers_alone(omni: OmniSystem) -> N
     with pytest.raises(InvalidRequest, match="prompt") as failed:
         omni.generate(["a", {"prompt": 5}])
     assert failed.value.index == 1
+    no_route = {"messages": asked[1]["messages"], "multi_modal_data": {"image": np.zeros((2, 2, 3), np.uint8)}}
+    with pytest.raises(InvalidRequest, match="image") as failed:
+        omni.generate(["a", no_route])
+    assert failed.value.index == 1
 
 
 @with_shared_system

@@ -219,6 +219,36 @@ async def test_weights_that_are_refused_after_the_timeout_are_taken_back(file: P
         assert await omni.get_weight_version() == {"able": "0"}
 
 
+@pytest.mark.slow  # the replica that takes the weights has two seconds
+async def test_replicas_that_took_weights_which_another_refuses_after_the_timeout_start_again(file: Path) -> None:
+    async with opened() as omni:
+        freeze(pid := omni.health().stages["able"][1].pid or 0)
+        await omni.start_weight_update()
+        took, late = (await omni.update_weights(file, version="1", stages=STAGES, timeout_s=2.0))["able"]
+        assert (took.error, type(late.error)) == (None, CallTimedOut)
+        os.truncate(file, 8)
+        os.kill(pid, signal.SIGCONT)
+        while omni.health().stages["able"][0].generation == 1:
+            await omni.wait_changed()
+        await omni.finish_weight_update()
+        await omni.wait_ready()
+        assert await versions(omni) == {"0"}
+        assert await omni.get_weight_version() == {"able": "0"}
+
+
+async def test_tensors_of_an_update_that_timed_out_are_merged_with_those_of_the_next() -> None:
+    async with opened() as omni:
+        pids = [replica.pid or 0 for replica in omni.health().stages["able"]]
+        await omni.start_weight_update()
+        for number, timeout_s in enumerate((WATCHDOG_S, 0.0, WATCHDOG_S)):
+            for pid in pids:
+                freeze(pid) if not timeout_s else os.kill(pid, signal.SIGCONT)
+            tensors = {f"{number}": np.full(10, number, np.int64)}
+            await omni.update_weights(tensors, version="part", stages=STAGES, timeout_s=timeout_s)
+        [kept] = weights_in_memory()
+        assert load(os.pread(kept, 1 << 20, 0)).keys() == {"0", "1", "2"}
+
+
 async def cancel_an_update(omni: OmniSystem, file: Path) -> int:
     """Cancel a caller when the engine of one replica has raised at the weights, and the other one has not answered.
 

@@ -73,6 +73,11 @@ class PendingCall:
         self._reply: Reply | None = None
         self._ended = trio.Event()
 
+    @property
+    def accepted(self) -> bool:
+        """Whether the worker has answered with a value."""
+        return self._reply is not None and self._reply.error is None
+
     def end(self, reply: Reply) -> None:
         """Give the call its reply."""
         self._reply = reply
@@ -143,39 +148,48 @@ class Calls:
             call.lose(exit, raised=raised)
 
 
+@dataclass(eq=False)
+class _Part:
+    """A part of a stage's desired state. refused: an engine has refused it."""
+
+    desired: Desired
+    refused: bool = False
+
+
 class DesiredState:
     """What every worker of a stage is to have beside requests, now and after each restart: adapters, for example."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, dict[tuple[str, str], Desired]] = {}
+        self._parts: dict[str, dict[tuple[str, str], _Part]] = {}
 
     def of(self, stage: str) -> tuple[Desired, ...]:
         """Return the desired state of a stage, in the order in which its parts were last set."""
-        return tuple(self._parts.get(stage, {}).values())
+        return tuple(part.desired for part in self._parts.get(stage, {}).values())
 
     def get(self, stage: str, capability: str, key: str = "") -> Mapping[str, Any] | None:
         """Return the arguments of one part, or None."""
         part = self._parts.get(stage, {}).get((capability, key))
-        return None if part is None else part.arguments
+        return None if part is None else part.desired.arguments
 
     def set(self, stage: str, capability: str, arguments: Mapping[str, Any], key: str = "") -> Callable[[], None]:
         """Set one part, behind all others, and return a function that takes this back.
 
-        That function gives the part its earlier value and place again, unless it was set anew meanwhile. An earlier
-        value that is the same is removed with it: it is a change that was tried again, and is refused too.
+        That function gives the part its earlier value and place again, unless that value was taken back meanwhile. If
+        the part was set anew, it stays as it is, and this value does not come back.
         Raises InvalidRequest if the stage's state becomes too large to send.
         """
-        name, part, earlier = (capability, key), Desired(capability, dict(arguments)), self._parts.get(stage, {})
+        name, part, earlier = (capability, key), _Part(Desired(capability, dict(arguments))), self._parts.get(stage, {})
         parts = {**_without(earlier, name), name: part}
-        if len(msgspec.msgpack.encode(list(parts.values()))) > LARGEST_DESIRED:
+        if len(msgspec.msgpack.encode([each.desired for each in parts.values()])) > LARGEST_DESIRED:
             raise InvalidRequest(f"{capability}: the desired state of stage {stage!r} exceeds {LARGEST_DESIRED} bytes")
         self._parts[stage] = parts
 
         def undo() -> None:
+            part.refused = True
             current = self._parts[stage]
             if current.get(name) is part:
                 rest = _without(current, name)
-                kept = {each for each, value in earlier.items() if each in rest or (each == name and value != part)}
+                kept = {each for each, value in earlier.items() if each in rest or (each == name and not value.refused)}
                 old = {each: rest.get(each, value) for each, value in earlier.items() if each in kept}
                 self._parts[stage] = {**old, **rest}
 
@@ -191,7 +205,7 @@ class DesiredState:
         self._parts[stage] = {name: part for name, part in parts.items() if name[0] != capability or name[1] == key}
 
 
-def _without(parts: Mapping[tuple[str, str], Desired], name: tuple[str, str]) -> dict[tuple[str, str], Desired]:
+def _without(parts: Mapping[tuple[str, str], _Part], name: tuple[str, str]) -> dict[tuple[str, str], _Part]:
     return {each: part for each, part in parts.items() if each != name}
 
 

@@ -29,12 +29,13 @@ from omni_actors.system.terms import OutputKind, SamplingParams, Terms
 
 
 class _Asked(NamedTuple):
-    """A request before it is submitted. copies: the requests that ``n`` makes of one prompt."""
+    """A request before it is submitted. copies: the requests that ``n`` makes of one prompt. index: of the prompt."""
 
     inputs: Inputs
     terms: Terms
     params: Mapping[str, Any]
     copies: int = 1
+    index: int = 0
 
 
 class Requests:
@@ -140,7 +141,7 @@ class Requests:
     def _asked_of(self, index: int, prompt: Any, n: int | None, arguments: Mapping[str, Any]) -> list[_Asked]:
         """Return the requests that ``generate`` makes of one prompt of a list. index: its position."""
         try:
-            return self._repeated(self._asked(prompt, **arguments), n)
+            return self._repeated(self._asked(prompt, **arguments)._replace(index=index), n)
         except RequestError as error:
             error.index = index
             raise
@@ -187,9 +188,11 @@ class Requests:
                     name = f"{name}-{index}"
                 terms = msgspec.structs.replace(asked.terms, request_id=name)
                 members.append(self._submitted(asked._replace(terms=terms)))
-        except BaseException:
+        except BaseException as error:
             for member in members:
                 member.abort()
+            if isinstance(error, RequestError):
+                error.index = asked.index
             raise
         return Generations(members)
 

@@ -15,7 +15,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import trio
 from omni_actors.config import Pipeline
 from omni_actors.errors import CallTimedOut, InvalidRequest, WorkerLost
 from omni_actors.protocol.messages import FIRST_VERSION, Address
-from omni_actors.supervisor.calls import Reply
+from omni_actors.supervisor.calls import PendingCall, Reply
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.system.control import Control, PauseMode, Replies
 from omni_actors.system.weight_memory import WeightMemory
@@ -162,7 +162,8 @@ class WeightControl(Control):
         try:
             replies = await self._update(stages, arguments, timeout_s)
             if not any(isinstance(reply.error, CallTimedOut) for of_stage in replies.values() for reply in of_stage):
-                await self._merge_tensors()  # else an engine may still refuse them, which takes them back
+                while await self._merge_tensors(stages):  # else an engine may still refuse them, which takes them back
+                    pass
             return replies
         finally:
             self._end_turn(alone)
@@ -227,9 +228,20 @@ class WeightControl(Control):
             if failed or await self._die_again({each: before[each] for each in lost}, timeout_s):
                 undo[stage]()
                 await self._restore(stage, timeout_s)
-            elif of_stage and all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
+                continue
+            if of_stage and all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
                 self._supervisor.desired.keep_only(stage, CAPABILITY, key)
+            of_calls = [call for call in calls if call.address.stage == stage]
+            for call in of_calls:
+                call.on_refusal = partial(self._on_late_refusal, undo[stage], of_calls)
         return replies
+
+    def _on_late_refusal(self, undo: Callable[[], None], calls: Sequence[PendingCall]) -> None:
+        """Take new weights back that a replica has refused after the timeout. Those that took them start again."""
+        undo()
+        for call in calls:
+            if call.accepted and (replica := self._supervisor.replicas.get(call.address)) is not None:
+                replica.kill("another replica has refused its new weights")
 
     async def _die_again(self, lost: Mapping[Address, int], timeout_s: float) -> bool:
         """Wait until each replica has a ready worker again, or is removed; return whether one died first, or failed.
@@ -249,10 +261,13 @@ class WeightControl(Control):
                     await self._supervisor.changes.park()
         return False
 
-    async def _merge_tensors(self) -> None:
-        """Replace the last two updates of each stage by one, if both were given as tensors (rule 5)."""
+    async def _merge_tensors(self, stages: Collection[str]) -> bool:
+        """Replace the last two updates of each stage by one, if both were given as tensors (rule 5).
+
+        stages: whose replicas have answered the last update, and so all earlier ones. Returns whether any was replaced.
+        """
         merged: dict[tuple[str, str], dict[str, Any]] = {}
-        for stage in self._stages(None):
+        for stage in self._stages(stages):
             parts = [part.arguments for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
             paths = [path for part in parts[-2:] for path in part["files"] if path in self._memory]
             if len(paths) != 2 or len(parts) < 2:
@@ -263,11 +278,12 @@ class WeightControl(Control):
                     path = await trio.to_thread.run_sync(self._memory.merge, earlier, later)
                     merged[earlier, later] = {"files": _files(path), "version": parts[-1]["version"]}
             except OSError:  # there is no memory for a copy: both are kept, and the next update tries again
-                return
+                return False
             for part in parts[-2:]:
                 self._supervisor.desired.drop(stage, CAPABILITY, _key(part))
             part = merged[earlier, later]
             self._supervisor.desired.set(stage, CAPABILITY, part, _key(part))
+        return bool(merged)
 
     async def get_weight_version(self, *, stages: Collection[str] | None = None) -> dict[str, str]:
         """Return the version of the weights of each stage, as its outputs have it from now on.

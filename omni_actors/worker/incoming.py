@@ -29,6 +29,7 @@ class Incoming:
         if self.early is not None:
             return self.early
         if self.ended:
+            self.close()
             return None
         try:
             return self.consumer.try_recv()

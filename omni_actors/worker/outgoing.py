@@ -135,8 +135,11 @@ class Outgoing:
         self.waiting_bytes = sum(each.size for each in kept)
 
     def close_if_unread(self) -> None:
-        """Close the ring if its consumer has, so that its memory is freed with the consumer's replica."""
-        if not self.ring.closed and self.producer.consumer_closed:
+        """Close the ring if its consumer has, so that its memory is freed with the consumer's replica.
+
+        Not while chunks wait: the ring's bell, which has rung, wakes the loop, and ``flush`` drops them.
+        """
+        if not (self._waiting or self.ring.closed) and self.producer.consumer_closed:
             self.close()
 
     def close(self) -> None:

@@ -41,10 +41,18 @@ def test_what_was_set_anew_or_dropped_meanwhile_is_not_taken_back() -> None:
     undo()
     assert values(state) == [4]
     newer()
-    assert values(state) == [3]
+    assert values(state) == [], "3 was taken back, too"
+    dropped = state.set("stage", "weights", {"value": 5}, "a")
     state.drop("stage", "weights", "a")
-    newer()
+    dropped()
     assert values(state) == []
+
+
+def test_a_part_that_is_set_to_the_same_value_stays_when_that_is_taken_back() -> None:
+    state = DesiredState()
+    state.set("stage", "weights", {"value": 1})
+    state.set("stage", "weights", {"value": 1})()
+    assert values(state) == [1]
 
 
 def test_a_state_that_is_too_large_to_send_is_refused_and_changes_nothing() -> None:

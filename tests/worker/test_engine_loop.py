@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import threading
 from collections.abc import Iterator
 
@@ -26,6 +27,7 @@ from omni_actors.protocol.messages import (
 from omni_actors.stages.base import Chunk, InvalidRequest, StageFailure, StageOutput, StageRequest, TemporarilyRefused
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker import engine_loop as loop
+from omni_actors.worker.outgoing import encode
 from ringbuf import RingClosed
 from tests.support.engine_loop_harness import WATCHDOG_S, LoopHarness, echo, receive, send
 from tests.support.stage_context import stage_context
@@ -308,6 +310,24 @@ def test_the_rings_of_a_replica_that_is_gone_are_freed(harness: LoopHarness) -> 
     assert [edge.ring.closed for edge in harness.loop._outgoing.values()] == [True, False, False]
     send(left, 1, 0, text="to those that are left", last=True)
     assert receive(out).data["text"] == receive(below).data["text"] == "to those that are left"
+
+
+def test_a_consumer_that_closes_before_the_loop_sleeps_wakes_it(harness: LoopHarness) -> None:
+    """The loop sleeps for its output alone, and then has work again."""
+    harness.input()
+    out, engine = harness.output(), echo()
+    harness.loop.turn(engine)
+    harness.start(1)
+    harness.loop.turn(engine)
+    header = chunks.ChunkHeader(request=1, source="here", seq=0, last=False, data={})
+    harness.loop._outgoing[CLIENT_ADDRESS].send(1, encode(header, {"large": np.zeros(9 << 20, np.uint8)}))
+    assert harness.loop.turn(engine) == (False, False)
+    out.close()
+    with selectors.DefaultSelector() as bells:
+        for bell in harness.loop.park(receiving=False):
+            bells.register(bell, selectors.EVENT_READ)
+        assert bells.select(0)
+    harness.loop.close()
 
 
 @pytest.mark.parametrize("seqs", [(1,), (0, 2)])

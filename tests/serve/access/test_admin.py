@@ -123,7 +123,7 @@ def test_a_header_names_the_session(controlled: Server, session: str, status: in
     answer = controlled.http.post("/v1/chat/completions", json=question, headers=headers)
     assert answer.status_code == status
     if status == 400:
-        assert answer.json()["error"]["param"] == "session"
+        assert answer.json()["error"]["param"] == "X-Session-ID"
     prompt = {"model": "controlled", "prompt": "hi"}
     assert controlled.http.post("/v1/completions", json=prompt, headers=headers).status_code == status
 
