@@ -29,13 +29,13 @@ from omni_actors.system.terms import OutputKind, SamplingParams, Terms
 
 
 class _Asked(NamedTuple):
-    """A request before it is submitted. copies: the requests that ``n`` makes of one prompt. index: of the prompt."""
+    """A request before it is submitted. copies: those that ``n`` makes of one prompt. position: of the prompt."""
 
     inputs: Inputs
     terms: Terms
     params: Mapping[str, Any]
     copies: int = 1
-    index: int = 0
+    position: int = 0
 
 
 class Requests:
@@ -141,7 +141,7 @@ class Requests:
     def _asked_of(self, index: int, prompt: Any, n: int | None, arguments: Mapping[str, Any]) -> list[_Asked]:
         """Return the requests that ``generate`` makes of one prompt of a list. index: its position."""
         try:
-            return self._repeated(self._asked(prompt, **arguments)._replace(index=index), n)
+            return self._repeated(self._asked(prompt, **arguments)._replace(position=index), n)
         except RequestError as error:
             error.index = index
             raise
@@ -192,7 +192,7 @@ class Requests:
             for member in members:
                 member.abort()
             if isinstance(error, RequestError):
-                error.index = asked.index
+                error.index = asked.position
             raise
         return Generations(members)
 
