@@ -86,10 +86,10 @@ class Affinity:
     def prefixes(self) -> tuple[bytes, ...]:
         """A hash of the first block of the prompt, of the first two, and so on.
 
-        Of input that cannot be encoded there are only those before: the request ends when its input is sent.
+        If a value cannot be encoded, the hashes end before it. The request ends with the error when its input is sent.
         """
         found = list[bytes]()
-        with suppress(Exception):
+        with suppress(AttributeError, ArithmeticError, BufferError, RuntimeError, TypeError, ValueError):
             found.extend(prefix_hashes(self._inputs()))
         return tuple(found)
 

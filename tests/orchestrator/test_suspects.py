@@ -45,19 +45,26 @@ class Holds(EchoEngine):
             super().feed(request_id, chunk)
 
 
+def two_stages(first: str, second: str) -> Pipeline:
+    """Return a pipeline of these engines, whose workers are restarted at once."""
+    echo: dict[str, Any] = {
+        "deterministic": True,
+        "restart": Restart(intensity=9, backoff_s=0.01, backoff_max_s=0.01),
+    }
+    stages = {
+        "first": Stage(engine=first, accepts=("script",), emits="text", **echo),
+        "second": Stage(engine=second, inputs=("first",), emits="audio", **echo),
+    }
+    return Pipeline(name="two", stages=stages)
+
+
 async def test_a_suspect_that_its_stage_had_finished_delays_no_other_suspect(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """The worker crashes in a step in which it has sent the last chunk of another request, and not reported that."""
-    quick = Restart(intensity=9, backoff_s=0.01, backoff_max_s=0.01)
-    echo: dict[str, Any] = {"deterministic": True, "restart": quick}
-    stages = {
-        "first": Stage(engine=f"{__name__}:Crashes", accepts=("script",), emits="text", **echo),
-        "second": Stage(engine=f"{__name__}:Holds", inputs=("first",), emits="audio", **echo),
-    }
     spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(1.0, 0.1), lambda note: None)
     Crashes.crash = lambda: spawner.living[FIRST].die(signal="SIGSEGV")
-    async with OmniSystem.open(Pipeline(name="two", stages=stages), spawner=spawner) as omni:
+    async with OmniSystem.open(two_stages(f"{__name__}:Crashes", f"{__name__}:Holds"), spawner=spawner) as omni:
 
         def submit(**data: str) -> Generation:
             return omni.submit({"script": [Input(data)]}, ["audio"])
@@ -88,16 +95,10 @@ class CrashesOnce(Crashes):
 async def test_a_replica_is_drained_no_longer_than_it_may_although_another_stage_is_away(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    quick = Restart(intensity=9, backoff_s=0.01, backoff_max_s=0.01)
-    echo: dict[str, Any] = {"deterministic": True, "restart": quick}
-    stages = {
-        "first": Stage(engine=f"{__name__}:CrashesOnce", accepts=("script",), emits="text", **echo),
-        "second": Stage(engine="echo", inputs=("first",), emits="audio", **echo),
-    }
     loads_s = {FIRST: 1.0, SECOND: 1.0}
     spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(loads_s[address], 0.1), lambda note: None)
     Crashes.crash = lambda: spawner.living[FIRST].die(signal="SIGSEGV")
-    async with OmniSystem.open(Pipeline(name="two", stages=stages), spawner=spawner) as omni:
+    async with OmniSystem.open(two_stages(f"{__name__}:CrashesOnce", "echo"), spawner=spawner) as omni:
         loads_s[SECOND] = 500.0
         poison = omni.submit({"script": [Input({"poison": "yes"})]}, ["audio"])
         await until(lambda: omni.health().stages["first"][0].restarts == 1)
