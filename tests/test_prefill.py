@@ -14,6 +14,7 @@ import trio
 from omni_actors import OmniSystem
 from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.errors import InvalidRequest, TemporarilyRefused, Unsupported
+from tests.support.on_gpu import ON_GPU
 from tests.support.shared_system import SharedSystem, open_shared_system
 
 pytestmark = pytest.mark.voice
@@ -24,6 +25,8 @@ BLOCK, PROMPT = 16, 90
 ROLES = "prefill", "decode"
 LAYERS = 2
 """Of the tests' model."""
+WIDE = {"head_dim": 256}
+"""A block's keys in one layer take 32 KiB: a device's memory takes nothing smaller than 16 KiB by handle."""
 TRANSFER = {("prefill", "output"), ("decode", "feed")}
 """Where a death's number counts the chunks of the transfer."""
 PARAMS: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
@@ -34,7 +37,15 @@ def plan_of(directory: Path, stage: str) -> Path:
     return directory / f"{stage}.json"
 
 
-def split(model: Path, plans: Path | None = None, *, layers: int = 0, handles: Any = "none", **limits: Any) -> Pipeline:
+def split(
+    model: Path,
+    plans: Path | None = None,
+    *,
+    layers: int = 0,
+    handles: Any = "none",
+    device: str = "cpu",
+    **limits: Any,
+) -> Pipeline:
     """The two stages. plans: the directory of their plans of deaths; None: the shipped engine.
 
     layers: in one chunk; 0: all. handles: ``device_handles``.
@@ -46,10 +57,11 @@ def split(model: Path, plans: Path | None = None, *, layers: int = 0, handles: A
         if role == "prefill":
             options["chunk_layers"] = layers
         if plans is None:
-            return Stage(engine="llm", model=str(model), options=options, restart=quick, **wiring)
+            return Stage(engine="llm", model=str(model), device=device, options=options, restart=quick, **wiring)
         plan_of(plans, role).write_text("[]")
         options |= {"engine": "llm", "plan": str(plan_of(plans, role))}
-        return Stage(engine=ENGINE, model=str(model), options=options, resumable=True, restart=quick, **wiring)
+        more = {"device": device, "restart": quick, **wiring}
+        return Stage(engine=ENGINE, model=str(model), options=options, resumable=True, **more)
 
     stages = {
         "prefill": stage("prefill", accepts=("messages",)),
@@ -66,7 +78,7 @@ def prompt(size: int = PROMPT) -> dict[str, Any]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_models.llama import save_model
 
-    return save_model(tmp_path_factory.mktemp("tiny"))
+    return save_model(tmp_path_factory.mktemp("tiny"), **WIDE)
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +88,12 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 TRANSFERS: dict[str, dict[str, Any]] = {
     "retained": {},
-    "evicted": {"retain_bytes": 20_000},
+    "evicted": {"retain_bytes": 640_000},
     "by handle": {"handles": "host"},
     "layer by layer": {"layers": 1, "handles": "host"},
+    "on a GPU": {"device": "cuda:0"},
+    "on a GPU, by handle": {"device": "cuda:0", "handles": "cuda"},
+    "on a GPU, layer by layer": {"layers": 1, "device": "cuda:0", "handles": "cuda"},
 }
 """With "evicted", no worker retains more than the first blocks of the prompt."""
 
@@ -86,7 +101,9 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(options, id=name, marks=() if name == "evicted" else pytest.mark.slow)
+        pytest.param(
+            options, id=name, marks=ON_GPU if "device" in options else () if name == "evicted" else [pytest.mark.slow]
+        )
         for name, options in TRANSFERS.items()
     ],
 )

@@ -7,6 +7,7 @@ how good an answer is. With ``--tiny`` the same code runs on small models anywhe
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import tempfile
 from collections.abc import Callable
@@ -35,6 +36,7 @@ HEADINGS = {
     "audio seconds/s": "seconds of sound per second",
     "load_s": "load, s",
     "recovery_s": "SIGKILL of the thinker to the next text, s",
+    "standby_recovery_s": "the same with a standby, s",
 }
 PICTURE_HEADINGS = {"at once": "pictures at once", "steps/s": "denoising steps/s", "picture_s": "a picture, s"}
 
@@ -49,26 +51,34 @@ def run(device: str, *, tiny: bool, most_bytes: int, keep: Callable[[Row], None]
         "serving": [],
         "checkpoints": {},
     }
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
+    _release(device)
     before = measure.free_bytes(device)  # beside this process, whose context on the device stays
     found["memory"] = {"free before": before}
     keep(found)
     budget = None if tiny else min(most_bytes, int(SHARE * before) if before is not None else most_bytes)
     for name in checkpoints.FAMILIES:
         with tempfile.TemporaryDirectory() as directory:
-            saved = checkpoints.save(name, Path(directory), budget)
+            saved = checkpoints.save(name, Path(directory), budget, device)
+            _release(device)
             found["checkpoints"][name] = {"layers": saved.layers, "bytes": saved.weights_bytes}
             loads, tokens = (TINY_LOADS, TINY_TOKENS) if tiny else (LOADS, TOKENS)
             found["serving"] += trio.run(measure.serving, name, saved, device, loads, tokens)
         keep(found)
     with tempfile.TemporaryDirectory() as directory:
-        found["checkpoints"]["qwen_image"] = {"layers": pictures.save(Path(directory), budget)}
+        found["checkpoints"]["qwen_image"] = {"layers": pictures.save(Path(directory), budget, device)}
+        _release(device)
         loads = TINY_LOADS if tiny else PICTURE_LOADS
         found["pictures"] = trio.run(functools.partial(pictures.serving, Path(directory), device, loads, is_tiny=tiny))
     found["memory"]["free after"] = measure.free_bytes(device)
     keep(found)
     return found
+
+
+def _release(device: str) -> None:
+    """Give the device's memory that this process no longer uses back to the workers."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
 
 
 def markdown(found: Row) -> str:

@@ -149,11 +149,11 @@ class Saved(NamedTuple):
     weights_bytes: int
 
 
-def save(name: str, directory: Path, budget_bytes: int | None) -> Saved:
+def save(name: str, directory: Path, budget_bytes: int | None, device: str) -> Saved:
     """Write a checkpoint of a family.
 
-    budget_bytes: how large the weights may be in bfloat16; None: the tiny model, in float32. Raises ValueError if the
-    fewest layers do not fit.
+    budget_bytes: how large the weights may be in bfloat16; None: the tiny model, in float32. device: where they are
+    drawn. Raises ValueError if the fewest layers do not fit.
     """
     family = FAMILIES[name]
     if budget_bytes is None:
@@ -161,7 +161,7 @@ def save(name: str, directory: Path, budget_bytes: int | None) -> Saved:
         config = family.tiny.config()
         return Saved(directory, _layers(config), sum(each.stat().st_size for each in directory.glob("*.safetensors")))
     layers = _affordable(family, budget_bytes)
-    model = _random(family, layers)
+    model = _random(family, layers, device)
     model.save_pretrained(directory, max_shard_size="4GB")
     family.tiny.save_processor(directory)
     return Saved(directory, layers, bfloat16_bytes(model))
@@ -196,16 +196,16 @@ def _empty(family: Family, layers: tuple[int, int]) -> Any:
         return family.model(type(config).from_dict(changed)).to(torch.bfloat16)
 
 
-def _random(family: Family, layers: tuple[int, int]) -> Any:
+def _random(family: Family, layers: tuple[int, int], device: str) -> Any:
     """Return the model with weights that keep all signals finite, and that never choose the end of an answer."""
-    model = with_random_weights(_empty(family, layers)).eval()
+    model = with_random_weights(_empty(family, layers), device).eval()
     family.tiny.scale_ends(model, 0.0, 0.0)
     return model
 
 
-def with_random_weights(model: Any) -> Any:
-    """Return a model that was made on the device "meta" with weights, on the CPU. They keep its signals finite."""
-    model = model.to_empty(device="cpu")
+def with_random_weights(model: Any, device: str) -> Any:
+    """Return a model that was made on the device "meta" with weights on a device. They keep its signals finite."""
+    model = model.to_empty(device=device)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -32,12 +32,16 @@ ENDLESS = 2048
 """Tokens of an answer whose thinker is killed: even a tiny model is still at it then. It is aborted afterwards."""
 
 
-def pipeline(name: str, saved: Saved, device: str, most: int) -> Pipeline:
-    """Return the shipped pipeline of a family on one device. most: requests at a time."""
+def pipeline(name: str, saved: Saved, device: str, most: int, *, standby: int = 0) -> Pipeline:
+    """Return the shipped pipeline of a family on one device. most: requests at a time. standby: of the thinker."""
     family = FAMILIES[name]
     options: Row = {"dtype": "bfloat16" if device.startswith("cuda") else "float32"}
     batched = {**options, "max_batch": most, "context": CONTEXT}
-    changes: Row = {"model": str(saved.directory), "limits.max_requests": most}
+    changes: Row = {
+        "model": str(saved.directory),
+        "limits.max_requests": most,
+        "stages.thinker.standby": standby,
+    }
     for stage, its_options in {"thinker": batched, "talker": batched}.items():
         changes |= {f"stages.{stage}.options.{key}": value for key, value in its_options.items()}
     for stage in ("thinker", "talker", family.decoder):
@@ -63,10 +67,11 @@ async def serving(name: str, saved: Saved, device: str, loads: Iterable[int], to
                 for _ in range(count):
                     nursery.start_soon(ask)
             rows.append(_row(family, answers, time.monotonic() - began, tokens) | {"model": name, "at once": count})
-        recovery_s = await _recovery(omni)
+        rows[0]["recovery_s"] = await _recovery(omni)
+    async with OmniSystem.open(pipeline(name, saved, device, counts[-1], standby=1)) as omni:
+        rows[0]["standby_recovery_s"] = await _recovery(omni)
     for row in rows:
         row |= {"load_s": load_s}
-    rows[0]["recovery_s"] = recovery_s
     return rows
 
 

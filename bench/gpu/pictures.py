@@ -29,10 +29,11 @@ TINY_SIZE = "32x32"
 PROMPT, NEGATIVE = "a cat by the sea", "a dog"
 
 
-def save(directory: Path, budget_bytes: int | None) -> int:
+def save(directory: Path, budget_bytes: int | None, device: str) -> int:
     """Write a checkpoint and return the number of layers of its transformer.
 
-    budget_bytes: how large the transformer may be in bfloat16; None: the tiny one, in float32.
+    budget_bytes: how large the transformer may be in bfloat16; None: the tiny one, in float32. device: where its
+    weights are drawn.
     """
     tiny.save(directory)
     if budget_bytes is None:
@@ -42,7 +43,7 @@ def save(directory: Path, budget_bytes: int | None) -> int:
     layers = max(1, min(REAL_LAYERS, math.floor(1 + (budget_bytes - one) / (two - one))))
     with torch.device("meta"):
         model = tiny.transformer(**REAL, num_layers=layers).to(torch.bfloat16)
-    with_random_weights(model).save_pretrained(directory / "transformer", max_shard_size="4GB")
+    with_random_weights(model, device).save_pretrained(directory / "transformer", max_shard_size="4GB")
     return layers
 
 

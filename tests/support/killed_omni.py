@@ -65,7 +65,7 @@ def checkpoint(family: str, root: Path, save: Callable[..., Path] | None = None)
 
 
 class Omni(Killed):
-    """A tiny omni pipeline in one configuration. model: its checkpoint."""
+    """A tiny omni pipeline in one configuration. model: its checkpoint. device: of all its stages."""
 
     stages = ("thinker", "talker", "decoder")
     greedy: ClassVar = {"temperature": 0.0, "talker_temperature": 0.0, "seed": 7}
@@ -77,9 +77,9 @@ class Omni(Killed):
         "seed": 7,
     }
 
-    def __init__(self, configuration: str, family: str, model: Path) -> None:
+    def __init__(self, configuration: str, family: str, model: Path, device: str = "cpu") -> None:
         super().__init__(configuration)
-        self.family, self.model, self.dtype = family, model, DTYPES[configuration]
+        self.family, self.model, self.dtype, self.device = family, model, DTYPES[configuration], device
         self.question = Ask(STORY, speaker=SPEAKERS[family])
 
     edges: ClassVar[dict[str, dict[str, Any]]] = {
@@ -92,7 +92,13 @@ class Omni(Killed):
         often = Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01)
         stages = {
             name: Stage(
-                engine=engine, model=str(self.model), threads=1, restart=often, options=options, **self.edges[name]
+                engine=engine,
+                model=str(self.model),
+                device=self.device,
+                threads=1,
+                restart=often,
+                options=options,
+                **self.edges[name],
             )
             for name, (engine, options) in self.engines().items()
         }

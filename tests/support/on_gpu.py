@@ -1,0 +1,12 @@
+"""Tests that need an NVIDIA GPU, and are skipped elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU"),
+]

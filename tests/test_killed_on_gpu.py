@@ -1,0 +1,53 @@
+"""SIGKILL of stages that compute on a GPU: ``test_killed_stages`` says what is asked of an answer.
+
+All stages are on one device, and the references that follow their answers compute on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from omni_actors import OmniSystem
+from tests.support.killed_omni import REFERENCES, Omni, checkpoint
+from tests.support.killed_stages import DTYPES, IN_TURN, kill_at_every_tenth_output
+from tests.support.on_gpu import ON_GPU
+from tests.support.shared_system import SharedSystem
+
+pytestmark = [*ON_GPU, pytest.mark.timeout(900)]
+
+CASES = [(family, configuration) for family in REFERENCES for configuration in DTYPES]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def opened(
+    request: pytest.FixtureRequest, fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Omni, SharedSystem]]:
+    family, configuration = request.param
+    killed = Omni(configuration, family, checkpoint(family, tmp_path_factory.mktemp("killed")), device="cuda:0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # the sound is compared with that of whole float32 numbers
+        with killed.running(fixture_processes) as shared_system:
+            yield killed, shared_system
+
+
+def test_stages_killed_in_turn_at_every_tenth_output(
+    opened: tuple[Omni, SharedSystem], record_property: Callable[[str, object], None]
+) -> None:
+    kill_at_every_tenth_output(*opened, IN_TURN, record_property)
+
+
+def test_all_stages_killed_at_once(opened: tuple[Omni, SharedSystem]) -> None:
+    killed, shared_system = opened
+
+    async def work(omni: OmniSystem) -> None:
+        expected = await killed.undisturbed(omni, killed.greedy)
+        heard = await killed.hear(omni, killed.greedy, *killed.stages, at=20)
+        assert heard.replays
+        if killed.configuration == "exact":
+            assert heard.journals == expected.journals
+        else:
+            killed.check(heard, killed.greedy)
+
+    shared_system.run(work)
