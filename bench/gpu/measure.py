@@ -41,6 +41,7 @@ def pipeline(name: str, saved: Saved, device: str, most: int, *, standby: int = 
         "model": str(saved.directory),
         "limits.max_requests": most,
         "stages.thinker.standby": standby,
+        "stages.thinker.share_devices": True,
     }
     for stage, its_options in {"thinker": batched, "talker": batched}.items():
         changes |= {f"stages.{stage}.options.{key}": value for key, value in its_options.items()}

@@ -64,7 +64,7 @@ def watch_head(head: torch.nn.Module, allowed: Sequence[int] | slice = slice(Non
 
 def clear_choose(logits: Tensor, samplers: Sequence[Sampler | None], *, strict: bool = True) -> list[int | None]:
     """``choose`` by the rules of this module."""
-    own = logits.float().clone()
+    own = logits.detach().to("cpu", torch.float32, copy=True)
     for row, sampler in enumerate(samplers):
         is_drawn = sampler is not None and sampler.sampling.temperature > 0
         values = own[row] if is_drawn or sampler is None else sampler.allowed(own[row])

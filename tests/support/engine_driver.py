@@ -20,7 +20,7 @@ from omni_actors.stages.base import (
     StageOutput,
     StageRequest,
 )
-from ringbuf import Bundle, decode_bundle, encode_bundle
+from ringbuf import Bundle, Deferred, Tensor, decode_bundle, encode_bundle
 
 
 class Driver:
@@ -94,7 +94,7 @@ class Driver:
         kept = [output for output in outputs if isinstance(output, StageOutput)]
         for output, before in zip(kept, written, strict=True):
             assert {name: _bytes(t) for name, t in for_stages(output).items()} == before, "written to after the step"
-        return outputs
+        return [_landed(output) for output in outputs]
 
     def run(self) -> dict[int, list[Any]]:
         """Step while the engine is busy: the outputs of each request, in order."""
@@ -160,4 +160,22 @@ def _copied(checkpoint: StageCheckpoint) -> StageCheckpoint:
 
 
 def _bytes(tensor: Any) -> bytes:
-    return tensor.tobytes() if isinstance(tensor, np.ndarray) else bytes(tensor.data)
+    return tensor.tobytes() if isinstance(tensor, np.ndarray) else bytes(_on_host(tensor).data)
+
+
+def _landed(output: Any) -> Any:
+    """Return an output as it leaves its ring: without bytes that are still on a device."""
+    if not isinstance(output, StageOutput):
+        return output
+    tensors, downstream = (
+        {name: _on_host(tensor) for name, tensor in each.items()} for each in (output.tensors, output.downstream)
+    )
+    return msgspec.structs.replace(output, tensors=tensors, downstream=downstream)
+
+
+def _on_host(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor) or not isinstance(tensor.buffer, Deferred):
+        return tensor
+    memory = bytearray(tensor.nbytes)
+    tensor.buffer.copy_into(memoryview(memory))
+    return Tensor(tensor.dtype, tensor.shape, memory)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from omni_actors.stages.autoregressive.text import Vocabulary
@@ -25,12 +26,13 @@ def token_logprobs(logits: Tensor, token: int, count: int, vocabulary: Vocabular
     ranks = {token: int((row > row[token]).sum()) + 1}
     for rank, other in enumerate(row.topk(min(count, len(row))).indices.tolist(), start=1):
         ranks.setdefault(other, rank)
+    values = row[torch.tensor([*ranks], device=row.device)].tolist()  # one copy from the device
     return [
         {
             "token_id": each,
-            "logprob": max(float(row[each]), _LEAST),
+            "logprob": max(value, _LEAST),
             "rank": rank,
             "token": vocabulary.decode([each], skip_special_tokens=False),
         }
-        for each, rank in ranks.items()
+        for (each, rank), value in zip(ranks.items(), values, strict=True)
     ]

@@ -12,6 +12,8 @@ Rules
    (Nguyen et al., 2024).
 5. A row without a finite largest logit (it has NaN or +inf, or only -inf) gives None and changes no other row: that
    request fails alone. Every other row gives a token, whatever its logits and parameters are.
+6. All of it is computed where the logits are. Only the chosen ids leave a device: a row of logits of a large vocabulary
+   takes longer to copy and to sort on the host than a step of the model takes.
 """
 
 from __future__ import annotations
@@ -115,7 +117,8 @@ class Sampler:
         """Count these tokens for the repetition penalty. Chosen tokens are counted without this call."""
         if self.sampling.repetition_penalty != 1 and (new := set(tokens) - self._seen):
             self._seen |= new
-            self._seen_index = torch.cat([self._seen_index, torch.tensor(sorted(new))])
+            index = self._seen_index
+            self._seen_index = torch.cat([index, torch.tensor(sorted(new), device=index.device)])
 
     def accept(self, token: int) -> None:
         """Count a chosen token."""
@@ -137,6 +140,7 @@ class Sampler:
         if self._bias:
             logits = _added(logits, self._bias)
         if self._seen:
+            self._seen_index = self._seen_index.to(logits.device)
             found, penalty = logits[self._seen_index], self.sampling.repetition_penalty
             found = torch.where(found < 0, found * penalty, found / penalty).clamp(max=_LARGEST)
             logits = logits.index_put((self._seen_index,), found)
@@ -144,10 +148,11 @@ class Sampler:
             once, each = self.sampling.presence_penalty, self.sampling.frequency_penalty
             logits = _added(logits, {token: -once - each * count for token, count in self._counts.items()})
         if self._suppressed is not None:
+            self._suppressed = self._suppressed.to(logits.device)
             logits = logits.masked_fill(self._suppressed, float("-inf"))
         if self._chosen < self.sampling.min_tokens and self.end_tokens:
             known = [token for token in sorted(self.end_tokens) if token < logits.shape[-1]]
-            logits = logits.index_fill(0, torch.tensor(known, dtype=torch.long), float("-inf"))
+            logits = logits.index_fill(0, _ids(known, logits), float("-inf"))
         if self.structure is not None:
             logits = self.structure.mask(logits)
         return logits
@@ -164,7 +169,13 @@ class Sampler:
 def _added(logits: Tensor, numbers: Mapping[int, float]) -> Tensor:
     """Return the logits (vocabulary,) with these numbers added to those of these tokens."""
     known = [token for token in numbers if token < len(logits)]
-    return logits.index_add(0, torch.tensor(known, dtype=torch.long), torch.tensor([numbers[token] for token in known]))
+    added = torch.tensor([numbers[token] for token in known], dtype=logits.dtype, device=logits.device)
+    return logits.index_add(0, _ids(known, logits), added)
+
+
+def _ids(tokens: list[int], logits: Tensor) -> Tensor:
+    """Return these tokens as an index of logits."""
+    return torch.tensor(tokens, dtype=torch.long, device=logits.device)
 
 
 def weights(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -211,12 +222,12 @@ def choose(logits: Tensor, samplers: Sequence[Sampler | None]) -> list[int | Non
         if sampler and usable:
             by_sampling.setdefault(sampler.sampling, []).append((row, sampler))
     for sampling, members in by_sampling.items():
-        group = logits[[row for row, _ in members]].to("cpu", torch.float32)
+        group = logits[[row for row, _ in members]].float()
         group = torch.stack([sampler.allowed(row) for (_, sampler), row in zip(members, group, strict=True)])
         usable_rows = _finite(group)
         if not all(usable_rows):  # bias or structure has excluded every token of a row
             members = [member for member, usable in zip(members, usable_rows, strict=True) if usable]
-            group = group[torch.tensor(usable_rows)]
+            group = group[torch.tensor(usable_rows, device=group.device)]
         if not members:
             continue
         chosen = group.argmax(-1) if sampling.temperature == 0 else _drawn(group, sampling, members)
@@ -240,8 +251,10 @@ def not_finite() -> InvalidRequest:
 
 def _drawn(logits: Tensor, sampling: Sampling, members: Sequence[tuple[int, Sampler]]) -> Tensor:
     cumulative = weights(logits, sampling).double().cumsum(-1)
+    if cumulative.device.type != "cpu":  # a parallel sum may fall by a rounding error, and a search needs an order
+        cumulative = cumulative.cummax(-1).values
     total = cumulative[:, -1:].contiguous()
-    numbers = torch.tensor([[sampler.draw()] for _, sampler in members], dtype=torch.float64)
+    numbers = torch.tensor([[sampler.draw()] for _, sampler in members], dtype=torch.float64, device=total.device)
     places = torch.searchsorted(cumulative, numbers * total, right=True)
     last = torch.searchsorted(cumulative, total)  # rounding must not select a token past the last one with weight
     return torch.minimum(places, last)[:, 0]

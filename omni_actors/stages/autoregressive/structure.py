@@ -119,9 +119,9 @@ class Structure:
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         if self._matcher.is_error():
             return torch.full_like(logits, float("-inf"))
-        allowed = torch.zeros(len(logits), dtype=torch.bool)
-        allowed[: len(bits)] = torch.from_numpy(bits[: len(logits)]).bool()
-        return logits.masked_fill(~allowed, float("-inf"))
+        excluded = torch.ones(len(logits), dtype=torch.bool)
+        excluded[: len(bits)] = ~torch.from_numpy(bits[: len(logits)]).bool()
+        return logits.masked_fill(excluded.to(logits.device), float("-inf"))
 
     def accept(self, token: int) -> None:
         """Count a token of the answer."""

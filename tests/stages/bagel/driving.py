@@ -8,10 +8,11 @@ from typing import Any
 from omni_actors.stages.base import StageCheckpoint, StageContext, StageOutput
 from tests.stages.bagel import cases
 from tests.support.engine_driver import Driver, for_stages
+from tests.support.stage_context import stage_context
 
 
 def context(directory: Path, stage: str, **options: Any) -> StageContext:
-    return StageContext(stage=stage, model=directory, options=options, threads=1, device="cpu", report=lambda _: None)
+    return stage_context(options, stage=stage, model=directory)
 
 
 def chunks_of(terms: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
