@@ -224,6 +224,9 @@ def build(
         for name, parameter in model.talker.named_parameters():
             if ".experts." in name:  # transformers leaves these uninitialised
                 torch.nn.init.normal_(parameter, std=0.3)
+        for name, parameter in model.talker.named_parameters():
+            if name.endswith(".mlp.gate.weight"):  # with its zeros all experts tie, and each device picks others
+                torch.nn.init.normal_(parameter, std=0.3)
     scale_ends(model, text_eos, codec_eos)
     return model  # type: ignore[no-any-return]
 

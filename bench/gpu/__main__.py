@@ -21,7 +21,7 @@ from rich.console import Console
 from bench.gpu import checkpoints, handover, measure, pictures
 from bench.gpu.measure import Row
 
-LOADS, TOKENS, PICTURE_LOADS = (1, 8, 32), 128, (1, 4)
+LOADS, PICTURE_LOADS = (1, 8, 32), (1, 4)
 TINY_LOADS, TINY_TOKENS = (1, 2), 24
 SHARE = 0.4
 """The share of the free memory that the weights may take. Caches, activations and three CUDA contexts take the rest."""
@@ -41,7 +41,7 @@ HEADINGS = {
 PICTURE_HEADINGS = {"at once": "pictures at once", "steps/s": "denoising steps/s", "picture_s": "a picture, s"}
 
 
-def run(device: str, *, tiny: bool, most_bytes: int, keep: Callable[[Row], None]) -> Row:
+def run(device: str, *, tiny: bool, tokens: int, most_bytes: int, keep: Callable[[Row], None]) -> Row:
     """Measure everything and return the figures. keep: called with those so far after each part."""
     found: Row = {
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU",
@@ -61,9 +61,13 @@ def run(device: str, *, tiny: bool, most_bytes: int, keep: Callable[[Row], None]
             saved = checkpoints.save(name, Path(directory), budget, device)
             _release(device)
             found["checkpoints"][name] = {"layers": saved.layers, "bytes": saved.weights_bytes}
-            loads, tokens = (TINY_LOADS, TINY_TOKENS) if tiny else (LOADS, TOKENS)
-            found["serving"] += trio.run(measure.serving, name, saved, device, loads, tokens)
-        keep(found)
+            loads = TINY_LOADS if tiny else LOADS
+
+            def keep_row(row: Row) -> None:
+                found["serving"].append(row)
+                keep(found)
+
+            trio.run(measure.serving, name, saved, device, loads, tokens, keep_row)
     with tempfile.TemporaryDirectory() as directory:
         found["checkpoints"]["qwen_image"] = {"layers": pictures.save(Path(directory), budget, device)}
         _release(device)
@@ -118,10 +122,13 @@ def _table(headings: dict[str, str], rows: list[Row]) -> list[str]:
 @click.command()
 @click.option("--device", default="cuda:0", show_default=True, help="A torch device.")
 @click.option("--tiny", is_flag=True, help="Small models and loads: does everything work?")
+@click.option("--tokens", default=128, show_default=True, help="Tokens, and frames, of each answer.")
 @click.option("--most-gb", default=12.0, show_default=True, help="The largest checkpoint, whose making takes time.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
 @click.option("--markdown", "markdown_file", type=click.Path(path_type=Path), help="Write the tables here.")
-def main(device: str, tiny: bool, most_gb: float, json_file: Path | None, markdown_file: Path | None) -> None:
+def main(
+    device: str, tiny: bool, tokens: int, most_gb: float, json_file: Path | None, markdown_file: Path | None
+) -> None:
     """Measure the omni models with random weights on one device, and print tables."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise click.UsageError(f"torch sees no CUDA device for {device}; try --device cpu --tiny")
@@ -130,7 +137,8 @@ def main(device: str, tiny: bool, most_gb: float, json_file: Path | None, markdo
         if json_file is not None:
             json_file.write_text(json.dumps(found, indent=1))
 
-    found = run(device, tiny=tiny, most_bytes=int(most_gb * 1e9), keep=keep)
+    tokens = min(tokens, TINY_TOKENS) if tiny else tokens
+    found = run(device, tiny=tiny, tokens=tokens, most_bytes=int(most_gb * 1e9), keep=keep)
     Console(soft_wrap=True, highlight=False).print(markdown(found))
     if markdown_file is not None:
         markdown_file.write_text(markdown(found) + "\n")

@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ CONTEXT = 4096
 COPY_BYTES = (1 << 20, 16 << 20, 64 << 20)
 COPIES = 20
 GPU_TESTS = "tests/ringbuf", "tests/stages/test_tensors.py", "tests/stages/test_cuda_memory.py"
+TALKER_TOP_K = 16
+"""A talker with random weights gives the end of speech a logit of 0, so among 64 codes it is not one of these."""
 KILL_AFTER = 4
 """Pieces of text."""
 ENDLESS = 2048
@@ -50,8 +52,13 @@ def pipeline(name: str, saved: Saved, device: str, most: int, *, standby: int = 
     return config.load(family.pipeline, changes)
 
 
-async def serving(name: str, saved: Saved, device: str, loads: Iterable[int], tokens: int) -> list[Row]:
-    """Return a row for each load: so many requests at once, each of which makes ``tokens`` tokens and frames."""
+async def serving(
+    name: str, saved: Saved, device: str, loads: Iterable[int], tokens: int, keep: Callable[[Row], None]
+) -> None:
+    """Keep a row for each load: so many requests at once, each of which makes ``tokens`` tokens and frames.
+
+    The row of the first load gets the recoveries, which are measured last.
+    """
     family, rows = FAMILIES[name], list[Row]()
     counts = sorted(loads)
     began = time.monotonic()
@@ -67,19 +74,25 @@ async def serving(name: str, saved: Saved, device: str, loads: Iterable[int], to
             async with trio.open_nursery() as nursery:
                 for _ in range(count):
                     nursery.start_soon(ask)
-            rows.append(_row(family, answers, time.monotonic() - began, tokens) | {"model": name, "at once": count})
+            row = _row(family, answers, time.monotonic() - began, tokens)
+            rows.append({"model": name, "at once": count, "load_s": load_s, **row})
+            keep(rows[-1])
         rows[0]["recovery_s"] = await _recovery(omni)
     async with OmniSystem.open(pipeline(name, saved, device, counts[-1], standby=1)) as omni:
         rows[0]["standby_recovery_s"] = await _recovery(omni)
-    for row in rows:
-        row |= {"load_s": load_s}
-    return rows
 
 
 async def _answer(omni: OmniSystem, tokens: int) -> Row:
-    answer = omni.generate(PROMPT, modalities=("text", "audio"), max_tokens=tokens, talker_max_tokens=tokens + 1)
+    answer = omni.generate(
+        PROMPT,
+        modalities=("text", "audio"),
+        max_tokens=tokens,
+        talker_max_tokens=tokens + 1,
+        talker_top_k=TALKER_TOP_K,
+    )
     metrics = (await answer.collect()).metrics
     assert metrics is not None, "it is complete"
+    assert metrics.audio_s, "the talker chose the end of its speech first"
     return {
         "ttft_s": metrics.ttft_s,
         "ttfa_s": metrics.ttfa_s,

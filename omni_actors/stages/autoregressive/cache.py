@@ -83,7 +83,10 @@ class SlottedCache(Cache):
 
     @torch.inference_mode()
     def append(self, row: int, block: KeyValues) -> None:
-        """Add positions to a row that were read earlier. Raises ValueError if the row would exceed ``max_length``."""
+        """Add positions to a row that were read earlier, wherever they are now.
+
+        Raises ValueError if the row would exceed ``max_length``.
+        """
         begin = self.lengths[row]
         end = begin + block[0][0].shape[1]
         self._reserve(row + 1, end)
@@ -134,7 +137,7 @@ class SlottedCache(Cache):
 
     def _allocate(self, states: Tensor) -> Tensor:
         rows, length = self._capacity
-        return torch.zeros(rows, states.shape[1], length, states.shape[3], dtype=states.dtype, device=states.device)
+        return torch.zeros(rows, states.shape[1], length, states.shape[3], dtype=states.dtype, device=self._device)
 
     def _reserve(self, rows: int, length: int) -> None:
         old_rows, old_length = self._capacity

@@ -224,7 +224,7 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
         request.cached += block.size
         if request.handoff is not None:
             assert block.rows is not None
-            request.handoff.add_prompt(block.rows)
+            request.handoff.add_prompt(block.rows.to(self._device))  # another stage's rows arrive on the host
 
     @torch.inference_mode()
     def _encode_media(self, request: R) -> None:
