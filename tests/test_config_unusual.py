@@ -35,6 +35,16 @@ def good(tmp_path: Path) -> Path:
             id="an integer that no message holds",
         ),
         pytest.param(
+            GOOD + "    replicas: 10000000000000\n",
+            *(10, "stages.second.replicas", "<= 64"),
+            id="more workers than memory",
+        ),
+        pytest.param(
+            GOOD + f"limits: {{worker_retain_bytes: {2**64}}}\n",
+            *(10, "limits.worker_retain_bytes", "<= 9007199254740992"),
+            id="bytes that no message holds",
+        ),
+        pytest.param(
             GOOD.replace("engine: echo\n    i", "engine: __main__:f\n    i"),
             *(7, "stages.second.engine", "no package '__main__'"),
             id="an engine of a script",

@@ -115,7 +115,7 @@ async def test_a_recording_that_arrives_live_extends_one_request(omni: OmniSyste
 
 @with_shared_system
 async def test_eight_concurrent_requests_get_the_answers_of_each_alone(omni: OmniSystem) -> None:
-    asked = [(STORY[: 12 + 4 * n], {**SPOKEN, "talker_max_tokens": 20 + 5 * n, "seed": n}) for n in range(8)]
+    asked = [(STORY[: 14 + 4 * n], {**SPOKEN, "talker_max_tokens": 20 + 5 * n, "seed": n}) for n in range(8)]
     asked[3][1]["talker_temperature"] = 0.9
     asked[5][1]["temperature"] = 1.0
     alone = [await read(omni.generate(prompt, **params)) for prompt, params in asked]

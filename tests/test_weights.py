@@ -171,7 +171,7 @@ async def test_new_weights_of_an_omni_model_last_through_deaths(tmp_path: Path) 
     """Text and sound are those of a system that was opened with the new weights, also from workers that start later."""
     from tiny_models import qwen3
 
-    old, new = (qwen3.save(tmp_path / str(seed), seed=seed) for seed in (25, 2))
+    old, new = (qwen3.save(tmp_path / str(seed), seed=seed) for seed in (25, 4))
     async with opened_omni(new) as omni:
         expected = await ask_omni(omni)
     async with opened_omni(old) as omni:

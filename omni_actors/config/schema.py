@@ -12,7 +12,11 @@ from omni_actors.stages.registry import ENGINES, EngineSpec
 
 NAME_PATTERN = r"^[a-z][a-z0-9_]*$"
 
-Positive = Annotated[int, Meta(ge=1)]
+MAX_REPLICAS = 64
+"""The most workers that a stage may have, as replicas and as standbys."""
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+Count = Annotated[int, Meta(ge=0, le=2**31)]
+Replicas = Annotated[int, Meta(ge=0, le=MAX_REPLICAS)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 EnvironmentName = Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -38,7 +42,7 @@ class Restart(Section, frozen=True, kw_only=True):
     """The deaths that are followed by a restart: all (permanent), all but exit code 0 (transient), none (temporary)."""
     strategy: Literal["one_for_one", "rest_for_one", "one_for_all"] = "one_for_one"
     """The other workers that are restarted after a death: none, those of all stages downstream, all."""
-    intensity: Annotated[int, Meta(ge=0)] = 3
+    intensity: Count = 3
     """Restarts allowed within ``period_s``."""
     period_s: PositiveFloat = 60.0
     """Window of ``intensity``, in seconds."""
@@ -70,7 +74,7 @@ class Limits(Section, frozen=True, kw_only=True):
     """Least rate at which an HTTP client reads while its request waits for it, in bytes per second."""
     pixel_steps: Positive = 2**30
     """Width × height × steps × n of the pictures of one prompt. One that needs more is refused (``InvalidRequest``)."""
-    replays: Annotated[int, Meta(ge=0)] = 2
+    replays: Count = 2
     """How often one request is replayed after the death of a worker, until a replay brings its client a new output. The
     bound ends a request that kills its stage: for one that may have, each replay counts, whatever it brings."""
     quarantine_s: Annotated[float, Meta(ge=0)] = 600.0
@@ -87,9 +91,9 @@ class Limits(Section, frozen=True, kw_only=True):
 class Autoscale(Section, frozen=True, kw_only=True):
     """Between which bounds the number of a stage's replicas follows its load."""
 
-    min: Annotated[int, Meta(ge=0, le=64)] = 1
+    min: Replicas = 1
     """The least number of replicas. With 0, the first request starts one."""
-    max: Annotated[int, Meta(ge=1, le=64)]
+    max: Annotated[int, Meta(ge=1, le=MAX_REPLICAS)]
     """The largest number of replicas."""
     queue_time_s: PositiveFloat = 1.0
     """Seconds that a request may queue before replicas are added."""
@@ -141,7 +145,7 @@ class Stage(Section, frozen=True, kw_only=True):
     """Stages whose output the stage receives."""
     emits: Name | None = None
     """The modality of the stage's output to the client. Without it the client receives nothing of this stage."""
-    replicas: Annotated[int, Meta(ge=0)] = 1
+    replicas: Replicas = 1
     """Workers that run this stage at first; ``OmniSystem.scale`` changes their number. With 0, requests for the stage
     wait until it has a worker, or their deadline passes."""
     scale_from_zero: bool = False
@@ -154,10 +158,10 @@ class Stage(Section, frozen=True, kw_only=True):
     drain_s: Annotated[float, Meta(ge=0)] = 60.0
     """Seconds that a replica's requests may run on when the stage is scaled down. Those that are left resume at another
     replica."""
-    standby: Annotated[int, Meta(ge=0)] = 0
+    standby: Replicas = 0
     """Further workers that are loaded and get no request while all replicas serve. When one of those dies, a standby
     takes over its requests at once, and the restarted worker becomes the standby."""
-    threads: Annotated[int, Meta(ge=0)] = 0
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Native threads of each worker; 0 means the machine's cores divided by all workers, at least 1."""
     nice: Annotated[int, Meta(ge=0, le=19)] = 0
     """Priority of the engine's threads, as ``nice(1)`` counts."""

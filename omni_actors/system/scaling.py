@@ -30,6 +30,7 @@ import trio
 
 from omni_actors.config import Pipeline
 from omni_actors.config.devices import DeviceLayoutError
+from omni_actors.config.schema import MAX_REPLICAS
 from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed, TemporarilyRefused
 from omni_actors.log_events import AutoscaleFailed, record
 from omni_actors.protocol.messages import Address, WorkerSpec
@@ -39,9 +40,6 @@ from omni_actors.system import machine
 from omni_actors.system.control import Control
 from omni_actors.system.scale_rule import Change, plan_change
 from omni_actors.system.workers import worker_spec
-
-MAX_REPLICAS = 64
-"""The most replicas that a stage may be scaled to."""
 
 
 class Scaled(msgspec.Struct, frozen=True, kw_only=True):

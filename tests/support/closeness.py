@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 OF_LARGEST = 1e-4
 """How far a float may be off, as a part of the largest value of its array.
@@ -31,6 +32,7 @@ def assert_close(found: Any, expected: Any, amplified: float = 1.0) -> None:
 
     ``amplified``: by what factor the computation after the model enlarges the model's rounding.
     """
+    found, expected = (each.cpu() if isinstance(each, torch.Tensor) else each for each in (found, expected))
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.dtype == expected.dtype
     largest = float(np.abs(expected).max(initial=0.0))

@@ -100,12 +100,13 @@ def test_the_logits_are_those_of_peft(tiny: Path, adapters: dict[str, Path]) -> 
         lora = adapter(adapters["patterns"])
         reference = with_adapter(AutoModelForCausalLM.from_pretrained(tiny), adapters["patterns"])
         ids = torch.arange(3, 15).reshape(2, 6)
+        theirs = ids.to(engine._model.device)
         engine._adapters.use(lora, ())
-        plain = engine._model(input_ids=ids).logits
+        plain = engine._model(input_ids=theirs).logits
         with engine._adapters.applied([lora, lora]):
-            found = engine._model(input_ids=ids).logits
+            found = engine._model(input_ids=theirs).logits
         with engine._adapters.applied([None, lora]):
-            mixed = engine._model(input_ids=ids).logits
+            mixed = engine._model(input_ids=theirs).logits
         expected = reference(input_ids=ids).logits
         assert_close(found, expected)
         assert_close(mixed[1], expected[1])

@@ -87,7 +87,7 @@ def test_an_answer_to_embeddings_is_the_answer_to_their_tokens_wherever_it_is_re
     engine: Any, driver: Driver
 ) -> None:
     ids = engine._processor.tokenizer.encode(rendered(engine, Ask(STORY)))
-    table = engine._language.embed_tokens.weight.detach().numpy()
+    table = engine._language.embed_tokens.weight.detach().cpu().numpy()
     expected = answer(driver, Ask(STORY).chunks, downstream=False, temperature=1.0, seed=3)
     journal = tuple(output.decisions for output in expected)
     for cut in (0, 1, len(journal) // 2, len(journal)):

@@ -98,7 +98,7 @@ def test_some_of_the_tensors_and_those_of_other_parts(
         after = engine._model.state_dict()
         changed = [key for key, value in before.items() if not torch.equal(value, after[key])]
         assert changed == [name.removeprefix("code2wav.")]
-        np.testing.assert_array_equal(after[changed[0]], tensors[name])
+        np.testing.assert_array_equal(after[changed[0]].cpu(), tensors[name])
 
 
 def test_weights_that_do_not_fit_change_nothing(

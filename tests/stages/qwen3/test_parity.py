@@ -29,7 +29,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "wordy": {"seed": 1},
     "brief": {"seed": 5, "text_eos": 3.0, "codec_eos": 3.0},
     "other": {
-        "seed": 3,
+        "seed": 15,
         "hidden": 48,
         "talker_hidden": 80,
         "layers": 3,
@@ -106,8 +106,8 @@ def test_the_cases_cover_every_kind_of_ending(pipeline: Callable[[str], Qwen3Cha
     [
         pytest.param("brief", Ask("hello how are you today ?", SYSTEM), "thinker", marks=pytest.mark.slow),
         pytest.param("brief", Ask("tell me"), "thinker", marks=pytest.mark.slow),
-        pytest.param("brief", Ask("more"), "talker", marks=pytest.mark.slow),
-        pytest.param("brief", Ask("zip", SYSTEM, speaker="chelsie"), "talker", marks=pytest.mark.slow),
+        pytest.param("brief", Ask("today"), "talker", marks=pytest.mark.slow),
+        pytest.param("brief", Ask("are bird", SYSTEM, speaker="chelsie"), "talker", marks=pytest.mark.slow),
         ("wordy", Ask(STORY, max_tokens=1), "thinker"),
         ("wordy", Ask(STORY, max_frames=1), "talker"),
         ("wordy", Ask("what is it ?", image=((64, 64),), max_tokens=1), "thinker"),
