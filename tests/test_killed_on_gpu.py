@@ -10,22 +10,26 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from omni_actors import OmniSystem
-from tests.support.killed_omni import REFERENCES, Omni, checkpoint
+from tests.support.closeness import assert_same_sound
+from tests.support.killed_omni import REFERENCES, Omni, SplitOmni, checkpoint
 from tests.support.killed_stages import DTYPES, IN_TURN, kill_at_every_tenth_output
 from tests.support.on_gpu import ON_GPU
 from tests.support.shared_system import SharedSystem
 
 pytestmark = [*ON_GPU, pytest.mark.timeout(900)]
 
-CASES = [(family, configuration) for family in REFERENCES for configuration in DTYPES]
+PIPELINES = {**{family: (Omni, family) for family in REFERENCES}, "qwen3_split": (SplitOmni, "qwen3")}
+"""By name, with prefill apart from decode in the last one."""
+CASES = [(name, configuration) for name in PIPELINES for configuration in DTYPES]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def opened(
     request: pytest.FixtureRequest, fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Omni, SharedSystem]]:
-    family, configuration = request.param
-    killed = Omni(configuration, family, checkpoint(family, tmp_path_factory.mktemp("killed")), device="cuda:0")
+    name, configuration = request.param
+    pipeline, family = PIPELINES[name]
+    killed = pipeline(configuration, family, checkpoint(family, tmp_path_factory.mktemp("killed")), device="cuda:0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # the sound is compared with that of whole float32 numbers
         with killed.running(fixture_processes) as shared_system:
@@ -46,7 +50,8 @@ def test_all_stages_killed_at_once(opened: tuple[Omni, SharedSystem]) -> None:
         heard = await killed.hear(omni, killed.greedy, *killed.stages, at=20)
         assert heard.replays
         if killed.configuration == "exact":
-            assert heard.journals == expected.journals
+            assert (heard.texts, heard.journals) == (expected.texts, expected.journals)
+            assert_same_sound(heard.sound, expected.sound)
         else:
             killed.check(heard, killed.greedy)
 

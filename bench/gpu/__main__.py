@@ -62,12 +62,8 @@ def run(device: str, *, tiny: bool, tokens: int, most_bytes: int, keep: Callable
             _release(device)
             found["checkpoints"][name] = {"layers": saved.layers, "bytes": saved.weights_bytes}
             loads = TINY_LOADS if tiny else LOADS
-
-            def keep_row(row: Row) -> None:
-                found["serving"].append(row)
-                keep(found)
-
-            trio.run(measure.serving, name, saved, device, loads, tokens, keep_row)
+            keep_all = functools.partial(keep, found)
+            trio.run(measure.serving, name, saved, device, loads, tokens, found["serving"], keep_all)
     with tempfile.TemporaryDirectory() as directory:
         found["checkpoints"]["qwen_image"] = {"layers": pictures.save(Path(directory), budget, device)}
         _release(device)
@@ -87,7 +83,7 @@ def _release(device: str) -> None:
 
 def markdown(found: Row) -> str:
     """Return the figures as tables."""
-    lines = [f"Device: {found['device']}. GPU tests: {found['tests']}", ""]
+    lines = [f"Device: {found['device']}. GPU tests of rings, copies and handles: {found['tests']}", ""]
     for name in checkpoints.FAMILIES:
         checkpoint = found["checkpoints"][name]
         thinker, talker = checkpoint["layers"]

@@ -27,7 +27,8 @@ COPY_BYTES = (1 << 20, 16 << 20, 64 << 20)
 COPIES = 20
 GPU_TESTS = "tests/ringbuf", "tests/stages/test_tensors.py", "tests/stages/test_cuda_memory.py"
 TALKER_TOP_K = 16
-"""A talker with random weights gives the end of speech a logit of 0, so among 64 codes it is not one of these."""
+"""The weights are random, and the end of speech has a logit of 0. About half of the 64 codes have more, so the end is
+not among the 16 most likely ones."""
 KILL_AFTER = 4
 """Pieces of text."""
 ENDLESS = 2048
@@ -53,11 +54,11 @@ def pipeline(name: str, saved: Saved, device: str, most: int, *, standby: int = 
 
 
 async def serving(
-    name: str, saved: Saved, device: str, loads: Iterable[int], tokens: int, keep: Callable[[Row], None]
+    name: str, saved: Saved, device: str, loads: Iterable[int], tokens: int, found: list[Row], keep: Callable[[], None]
 ) -> None:
-    """Keep a row for each load: so many requests at once, each of which makes ``tokens`` tokens and frames.
+    """Add a row to ``found`` for each load: so many requests at once, each of which makes ``tokens`` tokens and frames.
 
-    The row of the first load gets the recoveries, which are measured last.
+    The row of the first load gets the recoveries, which are measured last. keep: called after each figure.
     """
     family, rows = FAMILIES[name], list[Row]()
     counts = sorted(loads)
@@ -76,10 +77,13 @@ async def serving(
                     nursery.start_soon(ask)
             row = _row(family, answers, time.monotonic() - began, tokens)
             rows.append({"model": name, "at once": count, "load_s": load_s, **row})
-            keep(rows[-1])
+            found.append(rows[-1])
+            keep()
         rows[0]["recovery_s"] = await _recovery(omni)
+        keep()
     async with OmniSystem.open(pipeline(name, saved, device, counts[-1], standby=1)) as omni:
         rows[0]["standby_recovery_s"] = await _recovery(omni)
+        keep()
 
 
 async def _answer(omni: OmniSystem, tokens: int) -> Row:
@@ -195,7 +199,7 @@ def free_bytes(device: str) -> int | None:
 
 
 def tests(root: Path) -> str:
-    """Run the tests with the mark ``gpu``, and return pytest's last line."""
+    """Run the tests of rings, copies and handles with the mark ``gpu``, and return pytest's last line."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS]
     ended = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
     lines = ended.stdout.strip().splitlines() or [f"pytest ended with code {ended.returncode}"]

@@ -13,7 +13,7 @@ from omni_actors.stages.registry import ENGINES, EngineSpec
 NAME_PATTERN = r"^[a-z][a-z0-9_]*$"
 
 MAX_REPLICAS = 64
-"""The most workers that a stage may have, as replicas and as standbys."""
+"""The most replicas of a stage, and the most standbys."""
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Count = Annotated[int, Meta(ge=0, le=2**31)]
 Replicas = Annotated[int, Meta(ge=0, le=MAX_REPLICAS)]
@@ -147,7 +147,7 @@ class Stage(Section, frozen=True, kw_only=True):
     """The modality of the stage's output to the client. Without it the client receives nothing of this stage."""
     replicas: Replicas = 1
     """Workers that run this stage at first; ``OmniSystem.scale`` changes their number. With 0, requests for the stage
-    wait until it has a worker, or their deadline passes."""
+    wait until it has a worker, or their deadline passes. 64 at most."""
     scale_from_zero: bool = False
     """Whether a request that waits for the stage while it has no replicas starts one."""
     autoscale: Autoscale | None = None
@@ -168,10 +168,10 @@ class Stage(Section, frozen=True, kw_only=True):
     device: str = "cpu"
     """Device of the model, as torch names it: "cpu", "cuda:0". "cuda:1" is the first device of the first worker; each
     further worker takes the devices behind those of the one before."""
-    devices: tuple[Annotated[int, Meta(ge=0)] | Annotated[str, Meta(pattern="^(GPU|MIG)-")], ...] = ()
+    devices: tuple[Count | Annotated[str, Meta(pattern="^(GPU|MIG)-")], ...] = ()
     """With ``device: cuda``, the devices of one worker, to be shifted for the others, or those of all workers: places
     among the visible devices, or names as in CUDA_VISIBLE_DEVICES (rules: ``config/devices.py``)."""
-    devices_per_replica: Positive = 1
+    devices_per_replica: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Devices that each worker spans."""
     share_devices: bool = False
     """Whether workers of this stage may load onto one device."""
@@ -246,8 +246,8 @@ class Sections(Section, frozen=True, kw_only=True):
     fails, they log it and go on without."""
     device_handles: Literal["none", "cuda", "host"] = "none"
     """How two stages in the same memory pass tensors on. "none": as bytes, through their ring. "cuda": two workers on
-    one CUDA device pass handles of its memory (CUDA IPC), which pays for tensors of 16 MiB or more. "host": workers on
-    the CPU pass handles of host memory, which is no faster and tests the same protocol."""
+    one CUDA device pass handles of its memory (CUDA IPC), which pays for tensors of more than 16 MiB. "host": workers
+    on the CPU pass handles of host memory, which is no faster and tests the same protocol."""
     cluster: Cluster | None = None
     """On which nodes of a cluster the workers run. Null means that all run on the parent's node."""
 

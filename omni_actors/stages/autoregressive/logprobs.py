@@ -26,7 +26,7 @@ def token_logprobs(logits: Tensor, token: int, count: int, vocabulary: Vocabular
     ranks = {token: int((row > row[token]).sum()) + 1}
     for rank, other in enumerate(row.topk(min(count, len(row))).indices.tolist(), start=1):
         ranks.setdefault(other, rank)
-    values = row[torch.tensor([*ranks], device=row.device)].tolist()  # one copy from the device
+    values = row[torch.tensor([*ranks], device=row.device)].tolist()  # one copy for all of them
     return [
         {
             "token_id": each,

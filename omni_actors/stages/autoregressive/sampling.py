@@ -12,8 +12,8 @@ Rules
    (Nguyen et al., 2024).
 5. A row without a finite largest logit (it has NaN or +inf, or only -inf) gives None and changes no other row: that
    request fails alone. Every other row gives a token, whatever its logits and parameters are.
-6. All of it is computed where the logits are. Only the chosen ids leave a device: a row of logits of a large vocabulary
-   takes longer to copy and to sort on the host than a step of the model takes.
+6. All of it is computed where the logits are, and no row of logits leaves a device. To copy and to sort 32 rows of a
+   large vocabulary on the host takes as long as several steps of a model.
 """
 
 from __future__ import annotations
@@ -250,9 +250,12 @@ def not_finite() -> InvalidRequest:
 
 
 def _drawn(logits: Tensor, sampling: Sampling, members: Sequence[tuple[int, Sampler]]) -> Tensor:
-    cumulative = weights(logits, sampling).double().cumsum(-1)
-    if cumulative.device.type != "cpu":  # a parallel sum may fall by a rounding error, and a search needs an order
-        cumulative = cumulative.cummax(-1).values
+    likely = weights(logits, sampling).double()
+    cumulative = likely.cumsum(-1)
+    if cumulative.device.type != "cpu":
+        # A parallel sum may rise or fall by a rounding error. A search needs an order, and a token without weight must
+        # not get an interval.
+        cumulative = cumulative.where(likely > 0, 0.0).cummax(-1).values
     total = cumulative[:, -1:].contiguous()
     numbers = torch.tensor([[sampler.draw()] for _, sampler in members], dtype=torch.float64, device=total.device)
     places = torch.searchsorted(cumulative, numbers * total, right=True)

@@ -17,6 +17,7 @@ from transformers.generation import (
 )
 
 from omni_actors.stages.autoregressive.sampling import RandomNumbers, Sampler, Sampling, choose, weights
+from tests.support.on_gpu import ON_GPU
 
 
 @given(
@@ -148,3 +149,61 @@ def test_count_penalties_grow_with_the_answer_and_not_with_the_prompt() -> None:
     torch.testing.assert_close(draw.allowed(logits), logits)
     assert [draw(logits) for _ in range(4)] == [0, 0, 0, 1]
     torch.testing.assert_close(draw.allowed(logits), logits - torch.tensor([1.25, 0.75, 0.0]))
+
+
+class Odd:
+    """A structure that excludes the even tokens."""
+
+    def mask(self, logits: torch.Tensor) -> torch.Tensor:
+        even = torch.arange(len(logits)) % 2 == 0
+        return logits.masked_fill(even.to(logits.device), float("-inf"))
+
+    def accept(self, token: int) -> None:
+        assert token % 2, "it is excluded"
+
+
+EVERYTHING: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.4,
+    "min_tokens": 40,
+    "min_p": 0.001,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize(
+    "how", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.95}, {"temperature": 1.1, "top_k": 50, "top_p": 0.9}]
+)
+def test_tokens_are_chosen_where_the_logits_are(device: str, how: dict[str, Any]) -> None:
+    """With every parameter: they are those of the same logits on the host, and a row without a choice has none."""
+    size, rows, steps = 5000, 4, 30
+    suppressed = torch.arange(size) % 7 == 0
+
+    def made(seed: int) -> Sampler:
+        each = Sampler(Sampling(**EVERYTHING, **how), RandomNumbers(seed), suppressed, {3: 9.0, 11: -4.0})
+        each.end_tokens = frozenset({1, 5})
+        each.see([9, 17])
+        if seed % 2:
+            each.structure = Odd()
+        return each
+
+    theirs, ours = ([made(seed) for seed in range(rows)] for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        logits = torch.randn(rows + 1, size, generator=generator) * 4
+        logits[rows] = float("-inf")
+        expected = choose(logits, [*theirs, made(0)])
+        assert choose(logits.to(device), [*ours, made(0)]) == expected
+        assert expected[rows] is None
+        assert None not in expected[:rows]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_no_excluded_token_is_drawn_from_a_large_vocabulary(device: str) -> None:
+    """Wherever the draw falls, also on the borders of the sum's blocks."""
+    size = 151_936
+    logits = torch.full((1, size), float("-inf"), device=device)
+    logits[0, ::3] = torch.linspace(-3, 3, len(range(0, size, 3)), device=device)
+    draw = sampler(temperature=1.0, seed=4)
+    assert all(token is not None and token % 3 == 0 for token in (choose(logits, [draw])[0] for _ in range(200)))
