@@ -18,7 +18,7 @@ from typing import assert_never
 
 import trio
 
-from omni_actors.errors import OmniError, SystemClosed
+from omni_actors.errors import InvalidRequest, OmniError, SystemClosed
 from omni_actors.stress.judge import Closures, Period
 from omni_actors.stress.schedule import PauseGeneration, Sleep, UpdateWeights
 from omni_actors.stress.workload import Workload
@@ -118,6 +118,11 @@ class Controls:
             self._newest += 1
             version = self._newest
             with trio.move_on_after(CONTROL_S), suppress(SystemClosed):
-                replies = await self._omni.update_weights(self._weights, version=str(version), stages=self._hooks)
+                try:
+                    replies = await self._omni.update_weights(self._weights, version=str(version), stages=self._hooks)
+                except InvalidRequest as refused:
+                    if refused.code != "paused":
+                        raise
+                    return  # a pause with "keep" holds requests, and nothing was changed
                 if all(reply.error is None for stage in replies.values() for reply in stage):
                     self.established = version
