@@ -168,7 +168,7 @@ class Stage(Section, frozen=True, kw_only=True):
     device: str = "cpu"
     """Device of the model, as torch names it: "cpu", "cuda:0". "cuda:1" is the first device of the first worker; each
     further worker takes the devices behind those of the one before."""
-    devices: tuple[Count | Annotated[str, Meta(pattern="^(GPU|MIG)-")], ...] = ()
+    devices: tuple[Annotated[int, Meta(ge=0, le=2**31)] | Annotated[str, Meta(pattern="^(GPU|MIG)-")], ...] = ()
     """With ``device: cuda``, the devices of one worker, to be shifted for the others, or those of all workers: places
     among the visible devices, or names as in CUDA_VISIBLE_DEVICES (rules: ``config/devices.py``)."""
     devices_per_replica: Annotated[int, Meta(ge=1, le=1024)] = 1

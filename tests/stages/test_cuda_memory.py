@@ -20,8 +20,8 @@ from omni_actors.stages.tensors import DeviceBytes, to_torch, to_wire
 from omni_actors.worker.arena import Arena, SenderArena
 from omni_actors.worker.incoming import Incoming
 from ringbuf import CudaFailed, Ring, Tensor
+from tests.support.on_gpu import on_gpu
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 COUNT = 1 << 16
 WATCHDOG_S = 60.0
 

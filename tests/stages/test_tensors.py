@@ -7,9 +7,9 @@ import torch
 
 from omni_actors.stages.tensors import DeviceBytes, to_torch, to_wire
 from ringbuf import Ring, Tensor, decode_bundle, encode_bundle
+from tests.support.on_gpu import on_gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 
 
 def passed(tensor: Tensor, capacity: int, device: torch.device | None = None) -> torch.Tensor:

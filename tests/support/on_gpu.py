@@ -5,8 +5,5 @@ from __future__ import annotations
 import pytest
 import torch
 
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU"),
-]
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+ON_GPU = [pytest.mark.gpu, pytest.mark.slow, on_gpu]
