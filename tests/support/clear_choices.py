@@ -5,7 +5,8 @@ fixture ``clear_choices`` of ``tests/stages``:
 
 Rules
 1. The model's most likely token must lead the next one by ``CLEAR`` of the largest logit: a choice that rounding could
-   turn fails the test, on every machine alike. Such a test needs another prompt or another seed of its weights.
+   turn fails the test, on every machine alike. Such a test needs another prompt or another seed of its weights. The
+   experts that a reference's router chooses must lead the others in the same way.
 2. Samplers draw from logits of the test's own: a fixed table, of which the most likely token selects the row. So a
    sampled text depends on everything before it, as it does in the model, and on no rounding at all.
 3. A greedy choice stays what it is.
@@ -60,6 +61,19 @@ def watch_head(head: torch.nn.Module, allowed: Sequence[int] | slice = slice(Non
             check_lead(values[allowed])
 
     head.register_forward_hook(check)
+
+
+def watch_router(router: Any) -> None:
+    """Let a reference's router check the lead of the experts that it chooses over the others."""
+
+    def check(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        logits = output[0].float()
+        values = logits.topk(router.top_k + 1).values
+        leads = (values[:, -2] - values[:, -1]) / logits.abs().amax(-1)
+        if float(leads.min()) < CLEAR:
+            raise UnclearChoice(f"the lead of an expert is {float(leads.min()):.1e} of the largest logit")
+
+    router.register_forward_hook(check)
 
 
 def clear_choose(logits: Tensor, samplers: Sequence[Sampler | None], *, strict: bool = True) -> list[int | None]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
-from tests.support.clear_choices import watch_head
+from tests.support.clear_choices import watch_head, watch_router
 from tests.support.recorded_calls import Call, recorded_calls
 from tiny_models.qwen3 import SPECIALS
 
@@ -61,6 +61,10 @@ class Reference:
         watch_head(talker.codec_head, [*codes, talker.config.codec_eos_token_id])
         for head in talker.code_predictor.lm_head:
             watch_head(head)
+        for part in (model.thinker, talker):
+            for module in part.modules():
+                if type(module).__name__.endswith("TopKRouter"):
+                    watch_router(module)
 
     def answer(self, key: Any, ids: list[int], tensors: Mapping[str, torch.Tensor], **limits: Any) -> Answer:
         """Computed once for a ``key``, which is to name the inputs. limits: see ``_generate``."""

@@ -26,7 +26,7 @@ WHOLE = {"disable_chunked_mm_input": True, "max_num_batched_tokens": 2048, "max_
 
 
 FAMILIES: dict[str, tuple[Any, Callable[..., Any], str, dict[str, Any]]] = {
-    "qwen3": (Qwen3Chain, tiny.qwen3, "qwen3_thinker", {"seed": 5}),
+    "qwen3": (Qwen3Chain, tiny.qwen3, "qwen3_thinker", {"seed": 26}),
     "qwen2_5": (Qwen25Chain, tiny.qwen2_5, "qwen2_5_thinker", {"seed": 1}),
 }
 
@@ -77,14 +77,14 @@ def test_an_answer_equals_the_references(family: str, pipeline: Callable[..., An
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sixteen_concurrent_requests_are_answered_as_each_alone(pipeline: Callable[..., Any], seed: int) -> None:
-    """Eight of them are in the batch: they join when others leave, and prefill chunks alternate.
-
-    All have one speaker. With another one, a third frame is so nearly the last one that the batch decides it (see rule
-    3 of ``autoregressive.packed``), and the reference has no batch.
-    """
+def test_sixteen_concurrent_requests_are_answered_as_each_alone(
+    family: str, pipeline: Callable[..., Any], seed: int
+) -> None:
+    """Eight of them are in the batch: they join when others leave, and prefill chunks alternate."""
     order = random.Random(seed)
-    asks = [ask._replace(speaker="Chelsie") for ask in sixteen(order) if not ask.use_audio_in_video]
+    asks = [ask for ask in sixteen(order) if not ask.use_audio_in_video]
+    if family == "qwen2_5":
+        asks = [ask._replace(speaker="Chelsie") for ask in asks]
     ours = pipeline()
     for ask, result in zip(asks, ours.answers(asks, order if seed else None), strict=True):
         ours.check(ask, result)

@@ -49,6 +49,7 @@ NAMES = (
     "vllm.model_executor.models.interfaces:EagleModelMixin._set_aux_hidden_state_layers",
     "vllm.multimodal.inputs:MultiModalKwargsItems.from_hf_inputs",
     "vllm.multimodal.inputs:PlaceholderRange.offset",
+    "vllm.multimodal.inputs:MultiModalFieldConfig.batched(keep_on_cpu)",
     "vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",
@@ -179,6 +180,7 @@ omni_fields: Any = resolve_name(
 """spatial_merge_size -> features -> how vLLM cuts each of them into items."""
 MultiModalKwargsItems: Any = resolve_name("vllm.multimodal.inputs:MultiModalKwargsItems")
 PlaceholderRange: Any = resolve_name("vllm.multimodal.inputs:PlaceholderRange")
+batched_field: Any = resolve_name("vllm.multimodal.inputs:MultiModalFieldConfig.batched")
 _EngineCoreRequest: Any = resolve_name("vllm.v1.engine:EngineCoreRequest")
 _Counter: Any = resolve_name("vllm.v1.metrics.reader:Counter")
 _Gauge: Any = resolve_name("vllm.v1.metrics.reader:Gauge")

@@ -16,7 +16,8 @@ from transformers import BatchFeature
 from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
 
 from omni_actors.stages.multimodal.processor import OmniInputs
-from omni_actors.stages.vllm._internals import MultiModalKwargsItems, PlaceholderRange, omni_fields
+from omni_actors.stages.vllm._internals import MultiModalKwargsItems, PlaceholderRange, batched_field, omni_fields
+from omni_actors.stages.vllm.recordings import PADDED_FRAMES, padded_frames
 
 _item_numbers = count()
 """Number the items of all requests: vLLM caches encoded items by name, so no two items may share one."""
@@ -27,8 +28,9 @@ def to_prompt(inputs: OmniInputs, thinker: Any) -> TokensInput | MultiModalInput
     if not inputs.tensors:
         return tokens_input(inputs.ids)
     merge = thinker.vision_config.spatial_merge_size
-    features = _features(inputs)
-    items = MultiModalKwargsItems.from_hf_inputs(BatchFeature(features), omni_fields(merge)(features))
+    features = _features(inputs, thinker)
+    fields = {**omni_fields(merge)(features), PADDED_FRAMES: batched_field("audio", keep_on_cpu=True)}
+    items = MultiModalKwargsItems.from_hf_inputs(BatchFeature(features), fields)
     places: dict[str, list[PlaceholderRange]] = {}
     for kind, place in _places(inputs, thinker):
         places.setdefault(kind, []).append(place)
@@ -37,13 +39,14 @@ def to_prompt(inputs: OmniInputs, thinker: Any) -> TokensInput | MultiModalInput
     return mm_input(inputs.ids, items, names, places)
 
 
-def _features(inputs: OmniInputs) -> dict[str, Tensor]:
+def _features(inputs: OmniInputs, thinker: Any) -> dict[str, Tensor]:
     """Return the features under vLLM's names. The frames of all recordings are concatenated, without padding."""
     tensors = dict(inputs.tensors)
     if (padded := tensors.pop("input_features", None)) is not None:
         mask = tensors["feature_attention_mask"]
         tensors["input_audio_features"] = padded.permute(0, 2, 1)[mask.bool()].T.contiguous()
         tensors["audio_feature_lengths"] = mask.sum(1)
+        tensors[PADDED_FRAMES] = padded_frames(tensors["audio_feature_lengths"], thinker.audio_config)
     if (seconds := tensors.pop("video_second_per_grid", None)) is not None:
         tensors["second_per_grid_ts"] = seconds
         tensors["use_audio_in_video"] = torch.tensor(inputs.use_audio_in_video)

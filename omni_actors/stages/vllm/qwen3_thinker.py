@@ -20,6 +20,8 @@ from omni_actors.stages.vllm.thinker import Thinker, ThinkerRequest
 class Qwen3Thinker(Thinker[ThinkerRequest]):
     """Writes an answer's text and its talker's rows. ``context.model``: a checkpoint directory of Qwen3-Omni."""
 
+    WORKER = "omni_actors.stages.vllm.recordings.Qwen3ThinkerWorker"
+
     def __init__(self, context: StageContext) -> None:
         """Raises as ``Thinker`` does, WrongCheckpoint, OSError."""
         config: Any = whole_config(context.model_directory)

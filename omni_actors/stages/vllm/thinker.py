@@ -51,6 +51,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
     """A thinker on vLLM. ``context.model``: the directory of the whole model's checkpoint."""
 
     PART = "thinker"
+    WORKER = "omni_actors.stages.vllm._internals.HiddenStateWorker"
 
     def __init__(self, context: StageContext, config: Any, layers: Sequence[int], end_tokens: Sequence[int]) -> None:
         """Load the thinker.
@@ -62,7 +63,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         """
         super().__init__(
             context,
-            worker_cls="omni_actors.stages.vllm._internals.HiddenStateWorker",
+            worker_cls=self.WORKER,
             additional_config={"row_layers": list(layers)},
             enable_prefix_caching=False,
             async_scheduling=False,
