@@ -182,7 +182,7 @@ $(VLLM)/installed: pyproject.toml requirements/vllm.txt requirements/models.txt 
 	@touch $@
 
 test-vllm: setup-vllm
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm -m "not kills" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadfile tests/vllm -m "not kills" $(PYTEST_ARGS)
 
 test-vllm-kills: setup-vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm -m kills $(PYTEST_ARGS)

@@ -54,7 +54,7 @@ def _pad_by_request(model: Any, encoder: Any) -> None:
         padded[:] = [] if named is None else named.flatten().tolist()
         return embed(**features)
 
-    def forward(frames: Tensor, feature_lens: Tensor, aftercnn_lens: Tensor) -> Tensor:
+    def forward(frames: Any, feature_lens: Tensor, aftercnn_lens: Tensor) -> Any:
         if not padded:
             return encode(frames, feature_lens, aftercnn_lens)
         recordings, counts = frames.split(feature_lens.tolist(), dim=1), aftercnn_lens.tolist()

@@ -70,10 +70,8 @@ def pipeline(
 
 BRIEF = [ask._replace(system="") if ask == ASKS[7] else ask for ask in ASKS]
 """With the system prompt, one expert leads another by less than ``CLEAR``."""
-EVERYWHERE = [("wordy", ask) for ask in ASKS] + [("brief", ask) for ask in BRIEF] + [
-    ("other", ask._replace(speaker="bob" if number % 2 else "ada"))
-    for number, ask in enumerate([ASKS[1], ASKS[3], ASKS[5], ASKS[7], ASKS[9]])
-]
+OTHER = [ask._replace(speaker="bob" if number % 2 else "ada") for number, ask in enumerate(ASKS[1::2])]
+EVERYWHERE = [(name, ask) for name, asks in (("wordy", ASKS), ("brief", BRIEF), ("other", OTHER)) for ask in asks]
 
 
 @pytest.mark.parametrize(
