@@ -307,21 +307,20 @@ def test_a_prompt_beyond_the_context_is_refused_with_vllms_words(driver: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("engine", "given", "words"),
     [
-        (
-            {"max_model_length": 512},
-            "a field of vLLM's EngineArgs; did you mean 'max_model_len'?",
-        ),
-        ({"model": "/elsewhere"}, "which the stage's `model` sets"),
-        ({"worker_cls": "mine.Worker"}, "which the engine itself sets"),
+        ("vllm", {"max_model_length": 512}, "a field of vLLM's EngineArgs; did you mean 'max_model_len'?"),
+        ("vllm", {"model": "/elsewhere"}, "which the stage's `model` sets"),
+        ("vllm", {"worker_cls": "mine.Worker"}, "which the engine itself sets"),
+        ("vllm_qwen3_thinker", {"speculative_config": {"method": "ngram"}}, "only None as"),
+        ("vllm_qwen2_5_thinker", {"speculative_config": {"method": "ngram"}}, "only None as"),
     ],
 )
 def test_a_wrong_engine_argument_is_refused_by_name(
-    open_stage: Callable[..., Any], given: dict[str, Any], words: str
+    open_stage: Callable[..., Any], engine: str, given: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(WrongEngineArgument) as refused:
-        open_stage("vllm", engine_args=given)
+        open_stage(engine, engine_args=given)
     assert words in str(refused.value)
 
 

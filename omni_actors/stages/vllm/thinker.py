@@ -67,6 +67,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
             additional_config={"row_layers": list(layers)},
             enable_prefix_caching=False,
             async_scheduling=False,
+            speculative_config=None,  # a rejected draft's hidden states would pass for those of the answer
             mm_processor_cache_gb=0,  # useless, since no item's name is used twice (see ``media``)
         )
         context.report("reading the processor")
