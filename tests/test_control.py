@@ -197,6 +197,16 @@ async def test_every_worker_has_the_desired_state_and_a_refused_change_leaves_it
         assert notes(await omni.call("notes", stages=["able"])) == [{"b": "2"}, {"a": "3", "b": "2"}]
 
 
+async def test_a_change_at_which_the_engine_raises_ends_two_workers_and_no_more() -> None:
+    async with opened() as omni:
+        await omni.set_desired("note", {"name": "a", "text": "1"}, stages=["able"])
+        (reply,) = (await omni.set_desired("note", {"name": "a", "text": "/none"}, stages=["able"]))["able"]
+        assert isinstance(reply.error, WorkerLost)
+        assert reply.error.raised
+        await wait_generation(omni, 0, 3)
+        assert notes(await omni.call("notes", stages=["able"])) == [{"a": "1"}]
+
+
 async def test_a_refused_change_is_taken_back_also_when_its_caller_was_cancelled() -> None:
     async with opened() as omni:
         freeze(frozen := pid_of(omni, "able"))

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,9 +14,10 @@ import pytest
 import trio
 
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import Aborted, InvalidRequest, StageAsleep, SystemClosed, Unsupported, WorkerLost
+from omni_actors.errors import Aborted, InvalidRequest, StageAsleep, StageFailed, SystemClosed, Unsupported, WorkerLost
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.replica import Replica
 from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.sync import Omni
@@ -67,6 +69,36 @@ async def test_level_2_ends_the_workers_until_they_are_woken_with_their_desired_
         assert not await omni.is_sleeping()
         assert await answered(omni) == {"text", "audio"}
         assert (await omni.call("notes", stages=["second"]))["second"][0].result()["notes"] == {"a": "1"}
+
+
+@pytest.mark.parametrize("text", ["", "/none"], ids=["refused", "raised"])
+async def test_what_a_waking_engine_does_not_take_is_taken_out_of_its_desired_state(text: str) -> None:
+    async with opened() as omni:
+        await omni.set_desired("note", {"name": "a", "text": "1"}, stages=["second"])
+        await omni.sleep(2, stages=["second"])
+        (reply,) = (await omni.set_desired("note", {"name": "a", "text": text}, stages=["second"]))["second"]
+        assert isinstance(reply.error, WorkerLost), "no worker has checked it"
+        await omni.wake_up()
+        assert await answered(omni) == {"text", "audio"}
+        assert (await omni.call("notes", stages=["second"]))["second"][0].result()["notes"] == {"a": "1"}
+        reason = omni._supervisor.replicas[Address("second", 0)].history[-1].exit.reason
+        assert reason is not None
+        assert reason.startswith("note is taken out of its desired state: ")
+
+
+async def test_what_an_engine_has_taken_stays_in_the_desired_state_if_a_later_one_does_not_take_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "note"
+    file.write_text("1")
+    async with opened() as omni:
+        note = {"name": "a", "text": str(file)}
+        await omni.set_desired("note", note, stages=["second"])
+        await omni.sleep(2, stages=["second"])
+        file.unlink()
+        with pytest.raises(StageFailed, match="No such file"):
+            await omni.wake_up()
+        assert omni._supervisor.desired.get("second", "note") == note
 
 
 @pytest.mark.slow

@@ -78,6 +78,18 @@ async def test_weights_at_which_an_engine_raises_are_taken_back_everywhere(file:
         assert await versions(omni) == {"1"}
 
 
+async def test_weights_of_a_sleeping_stage_at_which_its_engines_raise_are_taken_back(file: Path) -> None:
+    async with opened() as omni:
+        await update(omni, file, "1")
+        await omni.sleep(2)
+        assert all(isinstance(error, WorkerLost) for error in await update(omni, file, "poison"))
+        await omni.wake_up()
+        while not all(replica.state == "ready" for replica in omni.health().stages["able"]):
+            await omni.wait_changed()
+        assert await versions(omni) == {"1"}
+        assert await omni.get_weight_version() == {"able": "1"}
+
+
 async def test_an_update_waits_for_running_requests_as_long_as_its_timeout(file: Path) -> None:
     async with opened() as omni:
         sender, receiver = trio.open_memory_channel[Input](1)

@@ -270,9 +270,13 @@ class Answer(_Control, frozen=True):
 
 
 class LoadFailed(_Control, frozen=True):
-    """The engine raised ``error`` while loading. The process ends after this message."""
+    """The engine raised ``error`` while loading. The process ends after this message.
+
+    part: which part of ``Configure.desired`` it raised at, counted from 0; None if it had not come to them.
+    """
 
     error: str
+    part: int | None = None
 
 
 class EngineFailed(_Control, frozen=True):

@@ -7,6 +7,8 @@ Rules
 3. Every worker of a stage, also one that starts later, gets the stage's desired state with its first message. A change
    of that state is posted to every worker that runs, or to none. Control messages arrive in order, so a request that is
    dispatched after a change meets an engine that has it.
+4. A part of the desired state that no worker has carried out yet, and that ends the first one that tries, is taken out
+   again: it would end every later worker, too.
 """
 
 from __future__ import annotations
@@ -70,6 +72,8 @@ class PendingCall:
         """Until when the caller waits, on trio's clock."""
         self.on_refusal: Callable[[], None] = lambda: None
         """Called when the engine refuses the call, also after the deadline."""
+        self.on_acceptance: Callable[[], None] = lambda: None
+        """Called when the engine answers the call with a value, also after the deadline."""
         self._reply: Reply | None = None
         self._ended = trio.Event()
 
@@ -133,6 +137,7 @@ class Calls:
             return
         refusal = answer.refusal
         if refusal is None:
+            pending.on_acceptance()
             pending.end(Reply(msgspec.msgpack.decode(answer.value)))
             return
         pending.on_refusal()
@@ -149,51 +154,67 @@ class Calls:
 
 
 @dataclass(eq=False)
-class _Part:
-    """A part of a stage's desired state. refused: an engine has refused it."""
+class Part:
+    """A part of a stage's desired state."""
 
     desired: Desired
-    refused: bool = False
+    take_back: Callable[[], None] = lambda: None
+    """Gives the part its earlier value and place again, unless that value was taken back meanwhile.
+
+    If the part was set anew, it stays as it is, and this value does not come back.
+    """
+    taken_back: bool = False
+    carried_out: bool = False
+    """Whether a worker has carried it out."""
+
+    def note_carried_out(self) -> None:
+        """Note that a worker has carried it out."""
+        self.carried_out = True
 
 
 class DesiredState:
     """What every worker of a stage is to have beside requests, now and after each restart: adapters, for example."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, dict[tuple[str, str], _Part]] = {}
+        self._parts: dict[str, dict[tuple[str, str], Part]] = {}
 
     def of(self, stage: str) -> tuple[Desired, ...]:
         """Return the desired state of a stage, in the order in which its parts were last set."""
-        return tuple(part.desired for part in self._parts.get(stage, {}).values())
+        return tuple(part.desired for part in self.parts(stage))
+
+    def parts(self, stage: str) -> tuple[Part, ...]:
+        """Return the parts of that state, in the same order."""
+        return tuple(self._parts.get(stage, {}).values())
 
     def get(self, stage: str, capability: str, key: str = "") -> Mapping[str, Any] | None:
         """Return the arguments of one part, or None."""
         part = self._parts.get(stage, {}).get((capability, key))
         return None if part is None else part.desired.arguments
 
-    def set(self, stage: str, capability: str, arguments: Mapping[str, Any], key: str = "") -> Callable[[], None]:
-        """Set one part, behind all others, and return a function that takes this back.
+    def set(self, stage: str, capability: str, arguments: Mapping[str, Any], key: str = "") -> Part:
+        """Set one part, behind all others, and return it.
 
-        That function gives the part its earlier value and place again, unless that value was taken back meanwhile. If
-        the part was set anew, it stays as it is, and this value does not come back.
         Raises InvalidRequest if the stage's state becomes too large to send.
         """
-        name, part, earlier = (capability, key), _Part(Desired(capability, dict(arguments))), self._parts.get(stage, {})
+        name, part, earlier = (capability, key), Part(Desired(capability, dict(arguments))), self._parts.get(stage, {})
         parts = {**_without(earlier, name), name: part}
         if len(msgspec.msgpack.encode([each.desired for each in parts.values()])) > LARGEST_DESIRED:
             raise InvalidRequest(f"{capability}: the desired state of stage {stage!r} exceeds {LARGEST_DESIRED} bytes")
         self._parts[stage] = parts
 
-        def undo() -> None:
-            part.refused = True
+        def take_back() -> None:
+            part.taken_back = True
             current = self._parts[stage]
             if current.get(name) is part:
                 rest = _without(current, name)
-                kept = {each for each, value in earlier.items() if each in rest or (each == name and not value.refused)}
+                kept = {
+                    each for each, value in earlier.items() if each in rest or (each == name and not value.taken_back)
+                }
                 old = {each: rest.get(each, value) for each, value in earlier.items() if each in kept}
                 self._parts[stage] = {**old, **rest}
 
-        return undo
+        part.take_back = take_back
+        return part
 
     def drop(self, stage: str, capability: str, key: str = "") -> None:
         """Remove one part."""
@@ -205,7 +226,7 @@ class DesiredState:
         self._parts[stage] = {name: part for name, part in parts.items() if name[0] != capability or name[1] == key}
 
 
-def _without(parts: Mapping[tuple[str, str], _Part], name: tuple[str, str]) -> dict[tuple[str, str], _Part]:
+def _without(parts: Mapping[tuple[str, str], Part], name: tuple[str, str]) -> dict[tuple[str, str], Part]:
     return {each: part for each, part in parts.items() if each != name}
 
 

@@ -16,14 +16,14 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import trio
 
 from omni_actors.errors import OmniError
 from omni_actors.platform.device_locks import DeviceLocks
 from omni_actors.protocol.messages import Address
-from omni_actors.supervisor.calls import Calls
+from omni_actors.supervisor.calls import Calls, Part
 from omni_actors.supervisor.process import Worker
 from omni_actors.transitions import TableKey, next_state
 
@@ -91,6 +91,8 @@ class Incarnation:
         self.gauges: Mapping[str, float] = {}
         """The engine's measurements in its last answer."""
         self.calls = Calls()
+        self.parts: Sequence[Part] = ()
+        """Of the desired state that it began with."""
         self.load_error: str | None = None
         self.start_error: OmniError | None = None
         """Why no process was started for it."""

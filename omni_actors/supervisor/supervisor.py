@@ -290,7 +290,8 @@ class Supervisor:
 
     async def _serve(self, replica: Replica, worker: Worker) -> None:
         """Configure and connect a worker, and deliver its messages and outputs until it dies."""
-        fence, desired = self._listener.newest_request(), self.desired.of(replica.address.stage)
+        fence, parts = self._listener.newest_request(), self.desired.parts(replica.address.stage)
+        replica.incarnation.parts, desired = parts, tuple(part.desired for part in parts)
         behind = any(each.state is ReplicaState.READY for each in self._of_stage(replica))
         worker.mailbox.post(messages.Configure(replica.spec, fence, desired, behind))
         try:
@@ -345,6 +346,8 @@ class Supervisor:
             case messages.Loading(note):
                 replica.note = note
                 self.changes.unpark_all()
+            case messages.Ready() if any(part.taken_back for part in incarnation.parts):
+                replica.kill("a part of its desired state was taken back while it loaded")
             case messages.Ready(load_s) if incarnation.state is IncarnationState.STARTING:
                 incarnation.advance(IncarnationEvent.READY)
                 incarnation.ready_at = trio.current_time()
@@ -352,10 +355,12 @@ class Supervisor:
                 replica.state, replica.load_s, replica.note = ReplicaState.READY, load_s, "ready"
                 worker_log.ready(replica)
                 replica.failure = replica.retry_at = replica.died_at = None
+                for part in incarnation.parts:
+                    part.note_carried_out()
                 self._listener.on_worker_ready(replica.address)
                 self.changes.unpark_all()
-            case messages.LoadFailed(error):
-                incarnation.load_error = error
+            case messages.LoadFailed(error, part):
+                self._load_failed(incarnation, error, part)
             case messages.EngineFailed(request, capability):
                 incarnation.failed_request, incarnation.failed_call = request, capability is not None
             case messages.Pong(number, gauges) if number == incarnation.ping:
@@ -363,6 +368,15 @@ class Supervisor:
                 incarnation.pong.set()
             case messages.Answer():
                 incarnation.calls.answer(message)
+
+    def _load_failed(self, incarnation: Incarnation, error: str, part: int | None) -> None:
+        """Note why an engine has not loaded. part: of its desired state at which it raised."""
+        at = dict(enumerate(incarnation.parts)).get(-1 if part is None else part)
+        if at is None or at.carried_out:
+            incarnation.load_error = error
+            return
+        at.take_back()
+        incarnation.reason = f"{at.desired.capability} is taken out of its desired state: {error}"
 
     # what follows a death
 

@@ -18,7 +18,7 @@ import trio
 
 from omni_actors.errors import InvalidRequest, OmniError, SystemClosed, TooManyCalls
 from omni_actors.orchestrator.orchestrator import Orchestrator
-from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply, require_sendable
+from omni_actors.supervisor.calls import MAX_CALLS, Part, PendingCall, Reply, require_sendable
 from omni_actors.supervisor.supervisor import Supervisor
 
 CALL_TIMEOUT_S = 10.0
@@ -250,7 +250,8 @@ class Control:
 
         Returns:
             As ``call``. A replica without a worker replies ``WorkerLost``, and its next worker makes the call. If an
-            engine of a stage refuses the call, also after its timeout, the desired state is again what it was.
+            engine of a stage refuses the call, also after its timeout, the desired state is again what it was. So it
+            is if the first engine that makes the call raises in it.
 
         Raises as ``call``, InvalidRequest if the desired state becomes too large, and TooManyCalls if a worker has many
         changes of its state to answer. Nothing has changed then, at any replica. Cancelling the wait does not cancel
@@ -262,24 +263,25 @@ class Control:
 
     def _begin_change(
         self, capability: str, arguments: Mapping[str, Any], key: str, stages: Sequence[str], timeout_s: float
-    ) -> tuple[list[PendingCall], dict[str, Callable[[], None]]]:
-        """Change the desired state, and post it. Return the calls, and how to take the change back, by stage.
+    ) -> tuple[list[PendingCall], dict[str, Part]]:
+        """Change the desired state, and post it. Return the calls, and the new part of each stage.
 
         Raises as ``set_desired``.
         """
-        undo: dict[str, Callable[[], None]] = {}
+        parts: dict[str, Part] = {}
         require_sendable(capability, arguments, timeout_s)
         try:
             for stage in stages:
-                undo[stage] = self._supervisor.desired.set(stage, capability, arguments, key)
+                parts[stage] = self._supervisor.desired.set(stage, capability, arguments, key)
             calls = self._begin_calls(capability, arguments, stages, timeout_s, changes_state=True)
         except OmniError:
-            for each in undo.values():
-                each()
+            for part in parts.values():
+                part.take_back()
             raise
         for call in calls:
-            call.on_refusal = undo[call.address.stage]
-        return calls, undo
+            part = parts[call.address.stage]
+            call.on_refusal, call.on_acceptance = part.take_back, part.note_carried_out
+        return calls, parts
 
     async def _to_the_end(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run ``work`` in a task of the system, and return its result. Cancelling the wait does not cancel it.

@@ -15,7 +15,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import trio
 from omni_actors.config import Pipeline
 from omni_actors.errors import CallTimedOut, InvalidRequest, WorkerLost
 from omni_actors.protocol.messages import FIRST_VERSION, Address
-from omni_actors.supervisor.calls import PendingCall, Reply
+from omni_actors.supervisor.calls import Part, PendingCall, Reply
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.system.control import Control, PauseMode, Replies
 from omni_actors.system.weight_memory import WeightMemory
@@ -219,7 +219,7 @@ class WeightControl(Control):
         asked = dict(self._supervisor.replicas)  # scaling changes them while their replies are waited for
         before = {each: asked[each].generation for each in asked if asked[each].state is not ReplicaState.FAILED}
         chosen = self._stages(stages)
-        calls, undo = self._begin_change(CAPABILITY, arguments, key, chosen, timeout_s)
+        calls, parts = self._begin_change(CAPABILITY, arguments, key, chosen, timeout_s)
         replies = await self._replies(calls, chosen)
         for stage in stages:
             of_stage = [each for each in asked if each.stage == stage]
@@ -227,19 +227,19 @@ class WeightControl(Control):
             lost = [each for each, reply in pairs if each in before and isinstance(reply.error, WorkerLost)]
             failed = any(_failed(reply) for reply in replies[stage])
             if failed or await self._die_again({each: before[each] for each in lost}, timeout_s):
-                undo[stage]()
+                parts[stage].take_back()
                 await self._restore(stage, timeout_s)
                 continue
             if of_stage and all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
                 self._supervisor.desired.keep_only(stage, CAPABILITY, key)
             of_calls = [call for call in calls if call.address.stage == stage]
             for call in of_calls:
-                call.on_refusal = partial(self._on_late_refusal, undo[stage], of_calls)
+                call.on_refusal = partial(self._on_late_refusal, parts[stage], of_calls)
         return replies
 
-    def _on_late_refusal(self, undo: Callable[[], None], calls: Sequence[PendingCall]) -> None:
+    def _on_late_refusal(self, part: Part, calls: Sequence[PendingCall]) -> None:
         """Take new weights back that a replica has refused after the timeout. Those that took them start again."""
-        undo()
+        part.take_back()
         for call in calls:
             if call.accepted and (replica := self._supervisor.replicas.get(call.address)) is not None:
                 replica.kill("another replica has refused its new weights")
@@ -280,10 +280,11 @@ class WeightControl(Control):
                     merged[earlier, later] = {"files": _files(path), "version": parts[-1]["version"]}
             except OSError:  # there is no memory for a copy: both are kept, and the next update tries again
                 return False
-            for part in parts[-2:]:
-                self._supervisor.desired.drop(stage, CAPABILITY, _key(part))
-            part = merged[earlier, later]
-            self._supervisor.desired.set(stage, CAPABILITY, part, _key(part))
+            for each in parts[-2:]:
+                self._supervisor.desired.drop(stage, CAPABILITY, _key(each))
+            both = merged[earlier, later]
+            part = self._supervisor.desired.set(stage, CAPABILITY, both, _key(both))
+            part.note_carried_out()  # as the earlier one was, which must not be lost
         return bool(merged)
 
     async def get_weight_version(self, *, stages: Collection[str] | None = None) -> dict[str, str]:

@@ -36,6 +36,8 @@ class WorkerCalls:
         """The version of the engine's weights."""
         self.calling: str | None = None
         """The capability of the engine that is called; it keeps its value if that call raises."""
+        self.establishing: int | None = None
+        """Which part of the desired state a new engine is brought to; it keeps its value if that raises."""
         self.frozen = False
         """Whether the loop makes no steps. It receives, and answers, as always."""
 
@@ -66,8 +68,9 @@ class WorkerCalls:
 
     def establish(self, engine: StageEngine, desired: Sequence[Desired]) -> None:
         """Bring a new engine to the desired state of its stage. Raises Unsupported, and what the engine raises."""
-        for each in desired:
+        for self.establishing, each in enumerate(desired):
             self._call(engine, each)
+        self.establishing = None
 
     def _call(self, engine: StageEngine, call: Call | Desired) -> Any:
         if (own := _OWN.get(call.capability)) is not None:

@@ -127,7 +127,8 @@ def _serve(control: ControlSocket, locks: InheritedLocks) -> None:
             engine = _load(spec, control)
             loop.calls.establish(engine, configure.desired)
     except Exception as error:
-        control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
+        part = loop.calls.establishing
+        control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR], part))
         raise
     locks.release()
     control.add(messages.Ready(time.monotonic() - began))  # sent with the first turn, which attaches the rings

@@ -12,7 +12,6 @@ import pytest
 from omni_actors import config as configuration
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.request import Request
-from omni_actors.protocol.messages import Desired
 from omni_actors.stress.run import run_schedule
 from omni_actors.stress.schedule import (
     Kill,
@@ -27,7 +26,7 @@ from omni_actors.stress.schedule import (
     Wait,
 )
 from omni_actors.stress.workload import Workload
-from omni_actors.supervisor.calls import DesiredState
+from omni_actors.supervisor.calls import DesiredState, Part
 from omni_actors.system import OmniSystem
 from omni_actors.system.control import PauseMode, Replies
 from omni_actors.system.loras import PARAMETER, LoraTable
@@ -109,12 +108,12 @@ def test_a_stage_that_is_refused_after_it_woke_is_found(
 def test_a_worker_that_starts_without_the_new_weights_is_found(
     baseline: Workload, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of = DesiredState.of
+    parts = DesiredState.parts
 
-    def forgetful(self: DesiredState, stage: str) -> tuple[Desired, ...]:
-        return tuple(each for each in of(self, stage) if each.capability != "update_weights")
+    def forgetful(self: DesiredState, stage: str) -> tuple[Part, ...]:
+        return tuple(each for each in parts(self, stage) if each.desired.capability != "update_weights")
 
-    monkeypatch.setattr(DesiredState, "of", forgetful)
+    monkeypatch.setattr(DesiredState, "parts", forgetful)
     violations = found(baseline, mark, UpdateWeights(), Settle(), *KILL, Submit("audio, short"), Settle())
     assert violations
     assert all("with the weights 0, established were 1" in each for each in violations)

@@ -23,11 +23,11 @@ def test_a_change_that_is_taken_back_leaves_value_and_place_as_they_were() -> No
     state = DesiredState()
     state.set("stage", "weights", {"value": 1}, "a")
     state.set("stage", "weights", {"value": 2}, "b")
-    undo = state.set("stage", "weights", {"value": 3}, "a")
+    part = state.set("stage", "weights", {"value": 3}, "a")
     state.set("stage", "adapters", {"value": 4})
-    undo()
+    part.take_back()
     assert values(state) == [1, 2, 4]
-    undo()
+    part.take_back()
     assert values(state) == [1, 2, 4]
 
 
@@ -35,23 +35,23 @@ def test_what_was_set_anew_or_dropped_meanwhile_is_not_taken_back() -> None:
     state = DesiredState()
     state.set("stage", "weights", {"value": 1}, "a")
     state.set("stage", "weights", {"value": 2}, "b")
-    undo = state.set("stage", "weights", {"value": 3}, "a")
+    part = state.set("stage", "weights", {"value": 3}, "a")
     state.drop("stage", "weights", "b")
     newer = state.set("stage", "weights", {"value": 4}, "a")
-    undo()
+    part.take_back()
     assert values(state) == [4]
-    newer()
+    newer.take_back()
     assert values(state) == [], "3 was taken back, too"
     dropped = state.set("stage", "weights", {"value": 5}, "a")
     state.drop("stage", "weights", "a")
-    dropped()
+    dropped.take_back()
     assert values(state) == []
 
 
 def test_a_part_that_is_set_to_the_same_value_stays_when_that_is_taken_back() -> None:
     state = DesiredState()
     state.set("stage", "weights", {"value": 1})
-    state.set("stage", "weights", {"value": 1})()
+    state.set("stage", "weights", {"value": 1}).take_back()
     assert values(state) == [1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from omni_actors.stages.base import InvalidRequest, StageContext
@@ -16,7 +17,7 @@ SLEEPING_BYTES = 64 * 1024 * 1024
 
 
 class ControllableEcho(EchoEngine):
-    """Remembers notes by name, and fails on request."""
+    """Remembers notes by name, and fails on request. A note may be the path of a file that has it."""
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
@@ -37,6 +38,8 @@ class ControllableEcho(EchoEngine):
     def _note(self, name: str, text: str) -> str:
         if not text:
             raise InvalidRequest("an empty note", param="text")
+        if text.startswith("/"):
+            text = Path(text).read_text()
         self._notes[name] = text
         return text
 
