@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,6 +206,26 @@ async def test_a_change_at_which_the_engine_raises_ends_two_workers_and_no_more(
         assert reply.error.raised
         await wait_generation(omni, 0, 3)
         assert notes(await omni.call("notes", stages=["able"])) == [{"a": "1"}]
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+async def test_a_worker_that_has_not_answered_a_change_decides_before_those_that_load(
+    tmp_path: Path, accepts: bool
+) -> None:
+    note = {"name": "a", "text": str(tmp_path / "note")}
+    async with opened(standby=1) as omni:
+        freeze(frozen := pid_of(omni, "able", 0))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(omni.set_desired, "note", note, stages=["able"]))
+            while omni.health().stages["able"][1].restarts < 2:  # its workers find no file
+                await omni.wait_changed()
+            assert omni._supervisor.desired.get("able", "note") == note
+            if accepts:
+                (tmp_path / "note").write_text("1")
+            os.kill(frozen, signal.SIGCONT)
+        while not all(replica.state == "ready" for replica in omni.health().stages["able"]):
+            await omni.wait_changed()
+        assert notes(await omni.call("notes", stages=["able"])) == [{"a": "1"} if accepts else {}] * 2
 
 
 async def test_a_refused_change_is_taken_back_also_when_its_caller_was_cancelled() -> None:

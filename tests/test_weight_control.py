@@ -78,11 +78,16 @@ async def test_weights_at_which_an_engine_raises_are_taken_back_everywhere(file:
         assert await versions(omni) == {"1"}
 
 
-async def test_weights_of_a_sleeping_stage_at_which_its_engines_raise_are_taken_back(file: Path) -> None:
+@pytest.mark.parametrize("as_tensors", [False, True])
+async def test_weights_of_a_sleeping_stage_at_which_its_engines_raise_are_taken_back(
+    file: Path, as_tensors: bool
+) -> None:
+    given = {"unused": np.zeros(2, np.float32)} if as_tensors else file
     async with opened() as omni:
-        await update(omni, file, "1")
+        await omni.update_weights(given, version="1", stages=STAGES)
         await omni.sleep(2)
-        assert all(isinstance(error, WorkerLost) for error in await update(omni, file, "poison"))
+        replies = await omni.update_weights(given, version="poison", stages=STAGES)
+        assert all(isinstance(reply.error, WorkerLost) for reply in replies["able"])
         await omni.wake_up()
         while not all(replica.state == "ready" for replica in omni.health().stages["able"]):
             await omni.wait_changed()

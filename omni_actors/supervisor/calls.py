@@ -7,17 +7,17 @@ Rules
 3. Every worker of a stage, also one that starts later, gets the stage's desired state with its first message. A change
    of that state is posted to every worker that runs, or to none. Control messages arrive in order, so a request that is
    dispatched after a change meets an engine that has it.
-4. A part of the desired state that no worker has carried out yet, and that ends the first one that tries, is taken out
-   again: it would end every later worker, too.
+4. A part of the desired state that no worker has carried out, and at which the engines of workers that load raise, is
+   taken back: it would end every later worker, too. A worker that has yet to answer, or to load, decides it first.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import msgspec
 import trio
@@ -72,8 +72,6 @@ class PendingCall:
         """Until when the caller waits, on trio's clock."""
         self.on_refusal: Callable[[], None] = lambda: None
         """Called when the engine refuses the call, also after the deadline."""
-        self.on_acceptance: Callable[[], None] = lambda: None
-        """Called when the engine answers the call with a value, also after the deadline."""
         self._reply: Reply | None = None
         self._ended = trio.Event()
 
@@ -81,6 +79,11 @@ class PendingCall:
     def accepted(self) -> bool:
         """Whether the worker has answered with a value."""
         return self._reply is not None and self._reply.error is None
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the worker lives and has not answered, also after the deadline."""
+        return self._reply is None
 
     def end(self, reply: Reply) -> None:
         """Give the call its reply."""
@@ -137,7 +140,6 @@ class Calls:
             return
         refusal = answer.refusal
         if refusal is None:
-            pending.on_acceptance()
             pending.end(Reply(msgspec.msgpack.decode(answer.value)))
             return
         pending.on_refusal()
@@ -153,30 +155,50 @@ class Calls:
             call.lose(exit, raised=raised)
 
 
+_Name: TypeAlias = tuple[str, str]
+"""A capability and a key."""
+
+
 @dataclass(eq=False)
 class Part:
-    """A part of a stage's desired state."""
+    """A part of a stage's desired state.
 
-    desired: Desired
-    take_back: Callable[[], None] = lambda: None
-    """Gives the part its earlier value and place again, unless that value was taken back meanwhile.
-
-    If the part was set anew, it stays as it is, and this value does not come back.
+    before: its earlier value. order: the names of the stage's parts before it was set.
     """
-    taken_back: bool = False
-    carried_out: bool = False
-    """Whether a worker has carried it out."""
 
-    def note_carried_out(self) -> None:
-        """Note that a worker has carried it out."""
-        self.carried_out = True
+    stage: str
+    desired: Desired
+    key: str
+    before: Part | None
+    order: tuple[_Name, ...]
+    calls: Sequence[PendingCall] = ()
+    """To the workers that ran when it was set."""
+    established: bool = False
+    """Whether a worker that loaded has carried it out."""
+    failed_at: set[Address] = field(default_factory=set)
+    """Replicas of which a worker that loaded raised at it."""
+    taken_back: bool = False
+
+    @property
+    def name(self) -> _Name:
+        return (self.desired.capability, self.key)
+
+    @property
+    def carried_out(self) -> bool:
+        """Whether any worker has carried it out."""
+        return self.established or any(call.accepted for call in self.calls)
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether a worker that runs has not answered yet."""
+        return any(call.unanswered for call in self.calls)
 
 
 class DesiredState:
     """What every worker of a stage is to have beside requests, now and after each restart: adapters, for example."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, dict[tuple[str, str], Part]] = {}
+        self._parts: dict[str, dict[_Name, Part]] = {}
 
     def of(self, stage: str) -> tuple[Desired, ...]:
         """Return the desired state of a stage, in the order in which its parts were last set."""
@@ -196,25 +218,29 @@ class DesiredState:
 
         Raises InvalidRequest if the stage's state becomes too large to send.
         """
-        name, part, earlier = (capability, key), Part(Desired(capability, dict(arguments))), self._parts.get(stage, {})
-        parts = {**_without(earlier, name), name: part}
+        earlier = self._parts.get(stage, {})
+        part = Part(stage, Desired(capability, dict(arguments)), key, earlier.get((capability, key)), tuple(earlier))
+        parts = {**_without(earlier, part.name), part.name: part}
         if len(msgspec.msgpack.encode([each.desired for each in parts.values()])) > LARGEST_DESIRED:
             raise InvalidRequest(f"{capability}: the desired state of stage {stage!r} exceeds {LARGEST_DESIRED} bytes")
         self._parts[stage] = parts
-
-        def take_back() -> None:
-            part.taken_back = True
-            current = self._parts[stage]
-            if current.get(name) is part:
-                rest = _without(current, name)
-                kept = {
-                    each for each, value in earlier.items() if each in rest or (each == name and not value.taken_back)
-                }
-                old = {each: rest.get(each, value) for each, value in earlier.items() if each in kept}
-                self._parts[stage] = {**old, **rest}
-
-        part.take_back = take_back
+        *_, oldest = itertools.islice(_values(part), MAX_CALLS + 1)
+        oldest.before = None
         return part
+
+    def take_back(self, part: Part) -> None:
+        """Give a part its earlier value and place again: the newest value of ``MAX_CALLS`` that was not taken back.
+
+        If the part was set anew or dropped, it stays as it is, and this value does not come back.
+        """
+        part.taken_back = True
+        current = self._parts.get(part.stage, {})
+        if current.get(part.name) is part:
+            values = _without(current, part.name)
+            if (before := next((each for each in _values(part) if not each.taken_back), None)) is not None:
+                values[part.name] = before
+            order = [*(name for name in part.order if name in values), *values]
+            self._parts[part.stage] = {name: values[name] for name in order}
 
     def drop(self, stage: str, capability: str, key: str = "") -> None:
         """Remove one part."""
@@ -226,7 +252,14 @@ class DesiredState:
         self._parts[stage] = {name: part for name, part in parts.items() if name[0] != capability or name[1] == key}
 
 
-def _without(parts: Mapping[tuple[str, str], Part], name: tuple[str, str]) -> dict[tuple[str, str], Part]:
+def _values(part: Part | None) -> Iterator[Part]:
+    """Yield a part's value and its earlier ones, the newest first."""
+    while part is not None:
+        yield part
+        part = part.before
+
+
+def _without(parts: Mapping[_Name, Part], name: _Name) -> dict[_Name, Part]:
     return {each: part for each, part in parts.items() if each != name}
 
 

@@ -93,6 +93,8 @@ class Incarnation:
         self.calls = Calls()
         self.parts: Sequence[Part] = ()
         """Of the desired state that it began with."""
+        self.took_back = False
+        """Whether it ends because of one of them, which was taken back. That counts against no intensity."""
         self.load_error: str | None = None
         self.start_error: OmniError | None = None
         """Why no process was started for it."""

@@ -37,7 +37,7 @@ from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import available
 from omni_actors.protocol.packets import close_all
 from omni_actors.supervisor import client_output, devices, giving_up, restart, worker_log
-from omni_actors.supervisor.calls import DesiredState
+from omni_actors.supervisor.calls import DesiredState, Part
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.heartbeat import watch_progress
 from omni_actors.supervisor.incarnation import Incarnation, IncarnationEvent, IncarnationState
@@ -347,6 +347,7 @@ class Supervisor:
                 replica.note = note
                 self.changes.unpark_all()
             case messages.Ready() if any(part.taken_back for part in incarnation.parts):
+                incarnation.took_back = True
                 replica.kill("a part of its desired state was taken back while it loaded")
             case messages.Ready(load_s) if incarnation.state is IncarnationState.STARTING:
                 incarnation.advance(IncarnationEvent.READY)
@@ -356,11 +357,11 @@ class Supervisor:
                 worker_log.ready(replica)
                 replica.failure = replica.retry_at = replica.died_at = None
                 for part in incarnation.parts:
-                    part.note_carried_out()
+                    part.established = True
                 self._listener.on_worker_ready(replica.address)
                 self.changes.unpark_all()
             case messages.LoadFailed(error, part):
-                self._load_failed(incarnation, error, part)
+                self._load_failed(replica, error, part)
             case messages.EngineFailed(request, capability):
                 incarnation.failed_request, incarnation.failed_call = request, capability is not None
             case messages.Pong(number, gauges) if number == incarnation.ping:
@@ -369,14 +370,23 @@ class Supervisor:
             case messages.Answer():
                 incarnation.calls.answer(message)
 
-    def _load_failed(self, incarnation: Incarnation, error: str, part: int | None) -> None:
-        """Note why an engine has not loaded. part: of its desired state at which it raised."""
-        at = dict(enumerate(incarnation.parts)).get(-1 if part is None else part)
-        if at is None or at.carried_out:
+    def _load_failed(self, replica: Replica, error: str, number: int | None) -> None:
+        """Note why an engine has not loaded. number: of the part of its desired state at which it raised."""
+        incarnation = replica.incarnation
+        part = dict(enumerate(incarnation.parts)).get(-1 if number is None else number)
+        if part is None or not self._is_to_blame(part, replica):
             incarnation.load_error = error
             return
-        at.take_back()
-        incarnation.reason = f"{at.desired.capability} is taken out of its desired state: {error}"
+        self.desired.take_back(part)
+        incarnation.took_back = True
+        incarnation.reason = f"{part.desired.capability} is taken out of its desired state: {error}"
+
+    def _is_to_blame(self, part: Part, replica: Replica) -> bool:
+        """Whether a part would end every worker, as it has ended the one of this replica: see rule 4 of ``calls``."""
+        part.failed_at.add(replica.address)
+        others = [each for each in self._of_stage(replica) if each.incarnation.state is IncarnationState.STARTING]
+        undecided = {each.address for each in others if part in each.incarnation.parts} - part.failed_at
+        return not (part.carried_out or part.unanswered or undecided)
 
     # what follows a death
 
@@ -391,6 +401,7 @@ class Supervisor:
         incarnation.calls.lose(exit, raised=incarnation.failed_call)
         blameless = incarnation.stopped_with_another or incarnation.failed_call
         counts = blameless or self._listener.on_worker_died(replica.address, exit, incarnation.failed_request)
+        counts = counts and not incarnation.took_back
         if incarnation.ready.is_set():
             since = now - replica.policy.period_s
             replica.recent_restarts = tuple(at for at in replica.recent_restarts if at >= since)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
@@ -276,11 +277,12 @@ class Control:
             calls = self._begin_calls(capability, arguments, stages, timeout_s, changes_state=True)
         except OmniError:
             for part in parts.values():
-                part.take_back()
+                self._supervisor.desired.take_back(part)
             raise
-        for call in calls:
-            part = parts[call.address.stage]
-            call.on_refusal, call.on_acceptance = part.take_back, part.note_carried_out
+        for part in parts.values():
+            part.calls = [call for call in calls if call.address.stage == part.stage]
+            for call in part.calls:
+                call.on_refusal = partial(self._supervisor.desired.take_back, part)
         return calls, parts
 
     async def _to_the_end(self, work: Callable[[], Awaitable[T]]) -> T:

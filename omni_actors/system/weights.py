@@ -15,7 +15,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import trio
 from omni_actors.config import Pipeline
 from omni_actors.errors import CallTimedOut, InvalidRequest, WorkerLost
 from omni_actors.protocol.messages import FIRST_VERSION, Address
-from omni_actors.supervisor.calls import Part, PendingCall, Reply
+from omni_actors.supervisor.calls import Part, Reply
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.system.control import Control, PauseMode, Replies
 from omni_actors.system.weight_memory import WeightMemory
@@ -227,20 +227,19 @@ class WeightControl(Control):
             lost = [each for each, reply in pairs if each in before and isinstance(reply.error, WorkerLost)]
             failed = any(_failed(reply) for reply in replies[stage])
             if failed or await self._die_again({each: before[each] for each in lost}, timeout_s):
-                parts[stage].take_back()
+                self._supervisor.desired.take_back(parts[stage])
                 await self._restore(stage, timeout_s)
                 continue
             if of_stage and all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
                 self._supervisor.desired.keep_only(stage, CAPABILITY, key)
-            of_calls = [call for call in calls if call.address.stage == stage]
-            for call in of_calls:
-                call.on_refusal = partial(self._on_late_refusal, parts[stage], of_calls)
+            for call in parts[stage].calls:
+                call.on_refusal = partial(self._on_late_refusal, parts[stage])
         return replies
 
-    def _on_late_refusal(self, part: Part, calls: Sequence[PendingCall]) -> None:
+    def _on_late_refusal(self, part: Part) -> None:
         """Take new weights back that a replica has refused after the timeout. Those that took them start again."""
-        part.take_back()
-        for call in calls:
+        self._supervisor.desired.take_back(part)
+        for call in part.calls:
             if call.accepted and (replica := self._supervisor.replicas.get(call.address)) is not None:
                 replica.kill("another replica has refused its new weights")
 
@@ -269,8 +268,9 @@ class WeightControl(Control):
         """
         merged: dict[tuple[str, str], dict[str, Any]] = {}
         for stage in self._stages(stages):
-            parts = [part.arguments for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
-            paths = [path for part in parts[-2:] for path in part["files"] if path in self._memory]
+            updates = [each for each in self._supervisor.desired.parts(stage) if each.desired.capability == CAPABILITY]
+            parts = [each.desired.arguments for each in updates[-2:] if each.carried_out]
+            paths = [path for part in parts for path in part["files"] if path in self._memory]
             if len(paths) != 2 or len(parts) < 2:
                 continue
             earlier, later = paths
@@ -280,11 +280,10 @@ class WeightControl(Control):
                     merged[earlier, later] = {"files": _files(path), "version": parts[-1]["version"]}
             except OSError:  # there is no memory for a copy: both are kept, and the next update tries again
                 return False
-            for each in parts[-2:]:
+            for each in parts:
                 self._supervisor.desired.drop(stage, CAPABILITY, _key(each))
             both = merged[earlier, later]
-            part = self._supervisor.desired.set(stage, CAPABILITY, both, _key(both))
-            part.note_carried_out()  # as the earlier one was, which must not be lost
+            self._supervisor.desired.set(stage, CAPABILITY, both, _key(both)).established = True
         return bool(merged)
 
     async def get_weight_version(self, *, stages: Collection[str] | None = None) -> dict[str, str]:

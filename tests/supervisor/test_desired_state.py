@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.supervisor.calls import LARGEST_DESIRED, DesiredState
+from omni_actors.supervisor.calls import LARGEST_DESIRED, MAX_CALLS, DesiredState, _values
 
 
 def values(state: DesiredState) -> list[int]:
@@ -25,9 +25,9 @@ def test_a_change_that_is_taken_back_leaves_value_and_place_as_they_were() -> No
     state.set("stage", "weights", {"value": 2}, "b")
     part = state.set("stage", "weights", {"value": 3}, "a")
     state.set("stage", "adapters", {"value": 4})
-    part.take_back()
+    state.take_back(part)
     assert values(state) == [1, 2, 4]
-    part.take_back()
+    state.take_back(part)
     assert values(state) == [1, 2, 4]
 
 
@@ -38,20 +38,32 @@ def test_what_was_set_anew_or_dropped_meanwhile_is_not_taken_back() -> None:
     part = state.set("stage", "weights", {"value": 3}, "a")
     state.drop("stage", "weights", "b")
     newer = state.set("stage", "weights", {"value": 4}, "a")
-    part.take_back()
+    state.take_back(part)
     assert values(state) == [4]
-    newer.take_back()
-    assert values(state) == [], "3 was taken back, too"
+    state.take_back(newer)
+    assert values(state) == [1], "3 was taken back, too"
     dropped = state.set("stage", "weights", {"value": 5}, "a")
     state.drop("stage", "weights", "a")
-    dropped.take_back()
+    state.take_back(dropped)
     assert values(state) == []
+
+
+def test_the_newest_value_comes_back_that_was_not_taken_back() -> None:
+    state = DesiredState()
+    parts = [state.set("stage", "weights", {"value": value}) for value in range(MAX_CALLS + 4)]
+    state.take_back(parts[-2])
+    state.take_back(parts[-1])
+    assert values(state) == [MAX_CALLS + 1]
+    for part in reversed(parts[:-2]):
+        state.take_back(part)
+    assert values(state) == [], "the earliest ones are forgotten"
+    assert len(list(_values(parts[-1]))) == MAX_CALLS + 1
 
 
 def test_a_part_that_is_set_to_the_same_value_stays_when_that_is_taken_back() -> None:
     state = DesiredState()
     state.set("stage", "weights", {"value": 1})
-    state.set("stage", "weights", {"value": 1}).take_back()
+    state.take_back(state.set("stage", "weights", {"value": 1}))
     assert values(state) == [1]
 
 

@@ -306,9 +306,14 @@ class SimulatedWorker(Worker):
                 engine.close()
         except Exception as error:  # noqa: BLE001 - it ends the worker
             self._note(f"{self} {type(error).__name__}: {error}")
-            if self.ready_at is not None and self.alive:
+            if not self.alive:
+                return
+            if self.ready_at is not None:
                 self.planned_death = None
                 self._control.send(messages.EngineFailed(loop.handling, loop.calls.calling))
+            elif loop.calls.establishing is not None:
+                self.planned_death = None
+                self._control.send(messages.LoadFailed(f"{error}", loop.calls.establishing))
 
     async def _pause(self, loop: EngineLoop, *, moved: bool, receiving: bool) -> None:
         """Wait between two turns of the loop: for the turn's duration, or for a doorbell."""
