@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import diffusers
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from omni_actors.stages.diffusers.arguments import Arguments
 from omni_actors.stages.diffusers.options import DiffusersOptions, DiffusersParams
@@ -43,12 +44,20 @@ class Runner:
         self.previews = Previews(pipeline)
 
     def fresh(self) -> Any:
-        """Return a pipeline for one call, with the same modules. A call changes its pipeline and its scheduler."""
-        pipeline = copy.copy(self.pipeline)
-        for name, part in self.pipeline.components.items():
-            if isinstance(part, diffusers.SchedulerMixin):
-                setattr(pipeline, name, copy.deepcopy(part))
-        return pipeline
+        """Return a pipeline for one call, with the same modules and tokenizers.
+
+        A call changes its pipeline, its scheduler, its guider, and the pipelines of which it is made.
+        """
+        return copy.deepcopy(self.pipeline, {id(part): part for part in _shared(self.pipeline)})
+
+
+def _shared(pipeline: Any) -> Iterator[Any]:
+    """Yield what all calls of a pipeline share: it is large, and no call changes it but for ``_own_attention``."""
+    for part in (*pipeline.components.values(), *vars(pipeline).values()):
+        if isinstance(part, diffusers.DiffusionPipeline):
+            yield from _shared(part)
+        elif isinstance(part, torch.nn.Module | PreTrainedTokenizerBase):
+            yield part
 
 
 class PipelineCall:
@@ -64,6 +73,9 @@ class PipelineCall:
         device = runner.pipeline.device
         self._cuda = [device] if device.type == "cuda" else []
         self._random_states: list[torch.Tensor] = []
+        self._attending = [part for part in _shared(runner.pipeline) if hasattr(part, "set_attn_processor")]
+        self._attention: list[dict[str, Any]] = []
+        """The attention processors of each of them between two turns."""
         self._turns = Turns[Step | Pictures](self._run)
 
     def advance(self) -> Step | Pictures:
@@ -71,13 +83,14 @@ class PipelineCall:
 
         The first turn also encodes the prompt. Raises what the pipeline raises, which ends the call too.
         """
-        with self._own_random_numbers():
+        with self._own_random_numbers(), self._own_attention():
             return self._turns.advance()
 
     def cancel(self) -> None:
         """End the call, wherever it is."""
         if not self._turns.done:
-            self._turns.cancel()
+            with self._own_attention():
+                self._turns.cancel()
 
     def _run(self, hand_over: Callable[[Step | Pictures], None]) -> Pictures:
         pipeline, params = self._runner.fresh(), self._params
@@ -108,3 +121,22 @@ class PipelineCall:
                 torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
             yield
             self._random_states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._cuda)]
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """Some calls replace the attention of a shared module until they end (perturbed-attention guidance)."""
+        shared = [dict(part.attn_processors) for part in self._attending]
+        for part, own in zip(self._attending, self._attention or shared, strict=True):
+            _set_attention(part, own)
+        try:
+            yield
+        finally:
+            self._attention = [dict(part.attn_processors) for part in self._attending]
+            for part, before in zip(self._attending, shared, strict=True):
+                _set_attention(part, before)
+
+
+def _set_attention(part: Any, processors: Mapping[str, Any]) -> None:
+    present = part.attn_processors
+    if any(present[name] is not each for name, each in processors.items()):
+        part.set_attn_processor(dict(processors))

@@ -237,6 +237,13 @@ def _check(config: Any, options: SplitOptions) -> None:
     positions = getattr(config, "max_position_embeddings", options.context)
     if options.context > positions:
         raise ValueError(f"context: found {options.context}; the model has {positions} positions")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
+        # transformers takes the frequencies of all rows of a step from its longest one.
+        if each.get("rope_type") == "longrope" and options.context > each["original_max_position_embeddings"]:
+            most = each["original_max_position_embeddings"]
+            message = f"beyond {most} its positions (longrope) would depend on other requests; use the engine vllm"
+            raise ValueError(f"context: found {options.context}; this model has at most {most}: {message}")
     window = getattr(config, "sliding_window", None) or options.context
     kinds = set(getattr(config, "layer_types", None) or ())
     if window < options.context or not kinds <= {"full_attention", "sliding_attention"}:

@@ -112,9 +112,11 @@ class Transformer:
         """Return the positions of jobs that may share a forward."""
         if not self._model.config.get("zero_cond_t"):
             return [[*range(len(jobs))]]
-        alike: dict[Layout, list[int]] = {}  # such a transformer knows the pictures of all rows by one layout
+        # Such a transformer knows the pictures of all rows by one layout. It has two timesteps for each row, one behind
+        # the other, among which an adapter would not find its rows.
+        alike: dict[tuple[Layout, Adapter | None], list[int]] = {}
         for n, job in enumerate(jobs):
-            alike.setdefault(job.layout, []).append(n)
+            alike.setdefault((job.layout, job.adapter), []).append(n)
         return [*alike.values()]
 
     def _together(self, jobs: Sequence[Job]) -> list[Tensor]:

@@ -20,6 +20,15 @@ from tiny_models.llama import save_model, save_tokenizer
 pytestmark = pytest.mark.usefixtures("clear_choices")
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
@@ -27,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("clear_choices")
         ({}, {"dtype": "int8"}, "'int8'"),
         ({}, {"dtype": "nonsense"}, "'nonsense'"),
         ({"sliding_window": 50}, {}, "window 50"),
+        ({"rope_parameters": LONGROPE}, {"context": 33}, "found 33; this model has at most 32"),
         ({"layer_types": ["full_attention", "linear_attention"]}, {}, "linear_attention"),
     ],
 )

@@ -341,6 +341,26 @@ def test_each_row_has_its_own_adapter(driver: Driver, tmp_path: Path) -> None:
     assert not driver.engine._adapters.loaded
 
 
+def test_rows_with_adapters_share_no_forward_that_has_two_timesteps_a_row(tmp_path: Path) -> None:
+    directory = tiny.save_edit(tmp_path / "model", plus=True)
+    tiny.transformer(zero_cond_t=True).save_pretrained(directory / "transformer")
+    lora = save_adapter(tiny.transformer(zero_cond_t=True), tmp_path / "lora", seed=1, target_modules=["img_mod.1"])
+    picture = torch.randn(tiny.CHANNELS, 8, 8, generator=torch.Generator().manual_seed(9))
+    adapters = [adapter(lora), None, adapter(lora), None]
+    requests = [
+        Request(states(5, seed), pictures=(picture,), seed=seed, size="32x32", lora=each)
+        for seed, each in enumerate(adapters)
+    ]
+    with closing(DenoiserEngine(_context(directory))) as engine:
+        driver = Driver(engine)
+        alone = [request.alone(driver) for request in requests]
+        for number, request in enumerate(requests):
+            request.submit(driver, number)
+        outputs = driver.run()
+    for number, expected in enumerate(alone):
+        assert_close(final(outputs[number]), expected)
+
+
 def files(directory: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in directory.glob("*.safetensors")}
 
