@@ -23,6 +23,7 @@ from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
 from omni_actors.system.control import Replies
+from omni_actors.system.weights import MOST_TENSORS
 from tests.support.controllable_engine import FACTORY
 from tests.support.frozen import freeze
 from tests.support.open_descriptors import weights_in_memory
@@ -76,6 +77,15 @@ async def test_weights_at_which_an_engine_raises_are_taken_back_everywhere(file:
         os.kill(omni.health().stages["able"][0].pid or 0, signal.SIGKILL)
         await omni.wait_ready()
         assert await versions(omni) == {"1"}
+
+
+async def test_a_sleeping_stage_takes_any_number_of_updates_by_tensors() -> None:
+    async with opened() as omni:
+        await omni.sleep(2)
+        for number in range(MOST_TENSORS + 2):
+            await omni.update_weights({f"name{number}": np.zeros(2, np.float32)}, version=str(number), stages=STAGES)
+        await omni.wake_up()
+        assert await versions(omni) == {str(MOST_TENSORS + 1)}
 
 
 @pytest.mark.parametrize("as_tensors", [False, True])

@@ -4,20 +4,15 @@ Rules
 1. Each call to each replica ends with one ``Reply``: a value, a refusal of the engine, or a ``CallError``.
 2. A worker has at most ``MAX_CALLS`` calls to answer, and as many changes of its desired state; its mailbox has room
    for them beside its requests' messages. A call that timed out counts until the worker answers it or dies.
-3. Every worker of a stage, also one that starts later, gets the stage's desired state with its first message. A change
-   of that state is posted to every worker that runs, or to none. Control messages arrive in order, so a request that is
-   dispatched after a change meets an engine that has it.
-4. A part of the desired state that no worker has carried out, and at which the engines of workers that load raise, is
-   taken back: it would end every later worker, too. A worker that has yet to answer, or to load, decides it first.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import trio
@@ -31,15 +26,13 @@ from omni_actors.errors import (
     WorkerExit,
     WorkerLost,
 )
-from omni_actors.protocol.messages import Address, Answer, Call, Desired
+from omni_actors.protocol.messages import Address, Answer, Call
 
 MAX_CALLS = 16
 CALL_MESSAGES = 2 * MAX_CALLS
 """Most messages about calls that a worker has not answered."""
 LARGEST_ARGUMENTS = 64 * 1024
 """Most bytes of a call's arguments, encoded: they travel in one control message."""
-LARGEST_DESIRED = 64 * 1024
-"""Most bytes of one stage's desired state, encoded: it travels in ``Configure``."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +65,10 @@ class PendingCall:
         """Until when the caller waits, on trio's clock."""
         self.on_refusal: Callable[[], None] = lambda: None
         """Called when the engine refuses the call, also after the deadline."""
+        self.on_end: Callable[[bool], None] = lambda accepted: None
+        """Called when the call ends, also after the deadline, with whether the worker has answered with a value."""
         self._reply: Reply | None = None
         self._ended = trio.Event()
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the worker has answered with a value."""
-        return self._reply is not None and self._reply.error is None
 
     @property
     def unanswered(self) -> bool:
@@ -88,6 +78,7 @@ class PendingCall:
     def end(self, reply: Reply) -> None:
         """Give the call its reply."""
         self._reply = reply
+        self.on_end(reply.error is None)
         self._ended.set()
 
     def lose(self, exit: WorkerExit | None, *, raised: bool = False) -> None:
@@ -153,114 +144,6 @@ class Calls:
         pending, self._pending = self._pending, {}
         for call in pending.values():
             call.lose(exit, raised=raised)
-
-
-_Name: TypeAlias = tuple[str, str]
-"""A capability and a key."""
-
-
-@dataclass(eq=False)
-class Part:
-    """A part of a stage's desired state.
-
-    before: its earlier value. order: the names of the stage's parts before it was set.
-    """
-
-    stage: str
-    desired: Desired
-    key: str
-    before: Part | None
-    order: tuple[_Name, ...]
-    calls: Sequence[PendingCall] = ()
-    """To the workers that ran when it was set."""
-    established: bool = False
-    """Whether a worker that loaded has carried it out."""
-    failed_at: set[Address] = field(default_factory=set)
-    """Replicas of which a worker that loaded raised at it."""
-    taken_back: bool = False
-
-    @property
-    def name(self) -> _Name:
-        return (self.desired.capability, self.key)
-
-    @property
-    def carried_out(self) -> bool:
-        """Whether any worker has carried it out."""
-        return self.established or any(call.accepted for call in self.calls)
-
-    @property
-    def unanswered(self) -> bool:
-        """Whether a worker that runs has not answered yet."""
-        return any(call.unanswered for call in self.calls)
-
-
-class DesiredState:
-    """What every worker of a stage is to have beside requests, now and after each restart: adapters, for example."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, dict[_Name, Part]] = {}
-
-    def of(self, stage: str) -> tuple[Desired, ...]:
-        """Return the desired state of a stage, in the order in which its parts were last set."""
-        return tuple(part.desired for part in self.parts(stage))
-
-    def parts(self, stage: str) -> tuple[Part, ...]:
-        """Return the parts of that state, in the same order."""
-        return tuple(self._parts.get(stage, {}).values())
-
-    def get(self, stage: str, capability: str, key: str = "") -> Mapping[str, Any] | None:
-        """Return the arguments of one part, or None."""
-        part = self._parts.get(stage, {}).get((capability, key))
-        return None if part is None else part.desired.arguments
-
-    def set(self, stage: str, capability: str, arguments: Mapping[str, Any], key: str = "") -> Part:
-        """Set one part, behind all others, and return it.
-
-        Raises InvalidRequest if the stage's state becomes too large to send.
-        """
-        earlier = self._parts.get(stage, {})
-        part = Part(stage, Desired(capability, dict(arguments)), key, earlier.get((capability, key)), tuple(earlier))
-        parts = {**_without(earlier, part.name), part.name: part}
-        if len(msgspec.msgpack.encode([each.desired for each in parts.values()])) > LARGEST_DESIRED:
-            raise InvalidRequest(f"{capability}: the desired state of stage {stage!r} exceeds {LARGEST_DESIRED} bytes")
-        self._parts[stage] = parts
-        *_, oldest = itertools.islice(_values(part), MAX_CALLS + 1)
-        oldest.before = None
-        return part
-
-    def take_back(self, part: Part) -> None:
-        """Give a part its earlier value and place again: the newest value of ``MAX_CALLS`` that was not taken back.
-
-        If the part was set anew or dropped, it stays as it is, and this value does not come back.
-        """
-        part.taken_back = True
-        current = self._parts.get(part.stage, {})
-        if current.get(part.name) is part:
-            values = _without(current, part.name)
-            if (before := next((each for each in _values(part) if not each.taken_back), None)) is not None:
-                values[part.name] = before
-            order = [*(name for name in part.order if name in values), *values]
-            self._parts[part.stage] = {name: values[name] for name in order}
-
-    def drop(self, stage: str, capability: str, key: str = "") -> None:
-        """Remove one part."""
-        self._parts[stage] = _without(self._parts.get(stage, {}), (capability, key))
-
-    def keep_only(self, stage: str, capability: str, key: str) -> None:
-        """Remove the parts of a capability that have another key, because this one replaces them all."""
-        parts = self._parts.get(stage, {})
-        self._parts[stage] = {name: part for name, part in parts.items() if name[0] != capability or name[1] == key}
-
-
-def _values(part: Part | None) -> Iterator[Part]:
-    """Yield a part's value and its earlier ones, the newest first."""
-    while part is not None:
-        yield part
-        part = part.before
-
-
-def _without(parts: Mapping[_Name, Part], name: _Name) -> dict[_Name, Part]:
-    return {each: part for each, part in parts.items() if each != name}
 
 
 def require_sendable(capability: Any, arguments: Any, timeout_s: Any) -> None:

@@ -23,7 +23,8 @@ import trio
 from omni_actors.errors import OmniError
 from omni_actors.platform.device_locks import DeviceLocks
 from omni_actors.protocol.messages import Address
-from omni_actors.supervisor.calls import Calls, Part
+from omni_actors.supervisor.calls import Calls
+from omni_actors.supervisor.desired_state import Part
 from omni_actors.supervisor.process import Worker
 from omni_actors.transitions import TableKey, next_state
 

@@ -37,7 +37,7 @@ from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import available
 from omni_actors.protocol.packets import close_all
 from omni_actors.supervisor import client_output, devices, giving_up, restart, worker_log
-from omni_actors.supervisor.calls import DesiredState, Part
+from omni_actors.supervisor.desired_state import DesiredState, Part
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.heartbeat import watch_progress
 from omni_actors.supervisor.incarnation import Incarnation, IncarnationEvent, IncarnationState
@@ -374,19 +374,19 @@ class Supervisor:
         """Note why an engine has not loaded. number: of the part of its desired state at which it raised."""
         incarnation = replica.incarnation
         part = dict(enumerate(incarnation.parts)).get(-1 if number is None else number)
-        if part is None or not self._is_to_blame(part, replica):
+        if part is None or part.carried_out:
             incarnation.load_error = error
-            return
-        self.desired.take_back(part)
-        incarnation.took_back = True
-        incarnation.reason = f"{part.desired.capability} is taken out of its desired state: {error}"
+        elif part.taken_back or part.is_to_blame(replica.address, self._loading(part)):
+            self.desired.take_back(part)
+            incarnation.took_back = True
+            incarnation.reason = f"{part.desired.capability} is taken out of its desired state: {error}"
+        else:
+            incarnation.reason = f"{part.desired.capability} of its desired state: {error}"
 
-    def _is_to_blame(self, part: Part, replica: Replica) -> bool:
-        """Whether a part would end every worker, as it has ended the one of this replica: see rule 4 of ``calls``."""
-        part.failed_at.add(replica.address)
-        others = [each for each in self._of_stage(replica) if each.incarnation.state is IncarnationState.STARTING]
-        undecided = {each.address for each in others if part in each.incarnation.parts} - part.failed_at
-        return not (part.carried_out or part.unanswered or undecided)
+    def _loading(self, part: Part) -> set[messages.Address]:
+        """Return the replicas whose workers load with this part of the desired state."""
+        starting = [each for each in self.replicas.values() if each.incarnation.state is IncarnationState.STARTING]
+        return {each.address for each in starting if part in each.incarnation.parts}
 
     # what follows a death
 

@@ -19,7 +19,8 @@ import trio
 
 from omni_actors.errors import InvalidRequest, OmniError, SystemClosed, TooManyCalls
 from omni_actors.orchestrator.orchestrator import Orchestrator
-from omni_actors.supervisor.calls import MAX_CALLS, Part, PendingCall, Reply, require_sendable
+from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply, require_sendable
+from omni_actors.supervisor.desired_state import Part
 from omni_actors.supervisor.supervisor import Supervisor
 
 CALL_TIMEOUT_S = 10.0
@@ -252,7 +253,7 @@ class Control:
         Returns:
             As ``call``. A replica without a worker replies ``WorkerLost``, and its next worker makes the call. If an
             engine of a stage refuses the call, also after its timeout, the desired state is again what it was. So it
-            is if the first engine that makes the call raises in it.
+            is if no engine has carried the call out, and those of the next workers raise in it.
 
         Raises as ``call``, InvalidRequest if the desired state becomes too large, and TooManyCalls if a worker has many
         changes of its state to answer. Nothing has changed then, at any replica. Cancelling the wait does not cancel
@@ -279,10 +280,10 @@ class Control:
             for part in parts.values():
                 self._supervisor.desired.take_back(part)
             raise
-        for part in parts.values():
-            part.calls = [call for call in calls if call.address.stage == part.stage]
-            for call in part.calls:
-                call.on_refusal = partial(self._supervisor.desired.take_back, part)
+        for call in calls:
+            part = parts[call.address.stage]
+            part.follow(call)
+            call.on_refusal = partial(self._supervisor.desired.take_back, part)
         return calls, parts
 
     async def _to_the_end(self, work: Callable[[], Awaitable[T]]) -> T:

@@ -25,7 +25,8 @@ import trio
 from omni_actors.config import Pipeline
 from omni_actors.errors import CallTimedOut, InvalidRequest, WorkerLost
 from omni_actors.protocol.messages import FIRST_VERSION, Address
-from omni_actors.supervisor.calls import Part, Reply
+from omni_actors.supervisor.calls import Reply
+from omni_actors.supervisor.desired_state import Part
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.system.control import Control, PauseMode, Replies
 from omni_actors.system.weight_memory import WeightMemory
@@ -232,15 +233,17 @@ class WeightControl(Control):
                 continue
             if of_stage and all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
                 self._supervisor.desired.keep_only(stage, CAPABILITY, key)
-            for call in parts[stage].calls:
-                call.on_refusal = partial(self._on_late_refusal, parts[stage])
+            for call in calls:
+                if call.address.stage == stage:
+                    call.on_refusal = partial(self._on_late_refusal, parts[stage])
         return replies
 
     def _on_late_refusal(self, part: Part) -> None:
         """Take new weights back that a replica has refused after the timeout. Those that took them start again."""
         self._supervisor.desired.take_back(part)
-        for call in part.calls:
-            if call.accepted and (replica := self._supervisor.replicas.get(call.address)) is not None:
+        for replica in self._supervisor.replicas.values():
+            loaded_them = replica.accepts_work and part in replica.incarnation.parts
+            if replica.address.stage == part.stage and (loaded_them or replica.address in part.accepted):
                 replica.kill("another replica has refused its new weights")
 
     async def _die_again(self, lost: Mapping[Address, int], timeout_s: float) -> bool:
@@ -269,9 +272,10 @@ class WeightControl(Control):
         merged: dict[tuple[str, str], dict[str, Any]] = {}
         for stage in self._stages(stages):
             updates = [each for each in self._supervisor.desired.parts(stage) if each.desired.capability == CAPABILITY]
-            parts = [each.desired.arguments for each in updates[-2:] if each.carried_out]
+            parts = [each.desired.arguments for each in updates[-2:]]
+            carried_out = {each.carried_out for each in updates[-2:]}
             paths = [path for part in parts for path in part["files"] if path in self._memory]
-            if len(paths) != 2 or len(parts) < 2:
+            if len(paths) != 2 or len(parts) < 2 or len(carried_out) > 1:
                 continue
             earlier, later = paths
             try:
@@ -283,7 +287,7 @@ class WeightControl(Control):
             for each in parts:
                 self._supervisor.desired.drop(stage, CAPABILITY, _key(each))
             both = merged[earlier, later]
-            self._supervisor.desired.set(stage, CAPABILITY, both, _key(both)).established = True
+            self._supervisor.desired.set(stage, CAPABILITY, both, _key(both)).established = carried_out.pop()
         return bool(merged)
 
     async def get_weight_version(self, *, stages: Collection[str] | None = None) -> dict[str, str]:

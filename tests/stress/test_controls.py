@@ -26,7 +26,7 @@ from omni_actors.stress.schedule import (
     Wait,
 )
 from omni_actors.stress.workload import Workload
-from omni_actors.supervisor.calls import DesiredState, Part
+from omni_actors.supervisor.desired_state import DesiredState, Part
 from omni_actors.system import OmniSystem
 from omni_actors.system.control import PauseMode, Replies
 from omni_actors.system.loras import PARAMETER, LoraTable

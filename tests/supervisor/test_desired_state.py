@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.supervisor.calls import LARGEST_DESIRED, MAX_CALLS, DesiredState, _values
+from omni_actors.supervisor.calls import MAX_CALLS
+from omni_actors.supervisor.desired_state import LARGEST_DESIRED, DesiredState, _values
 
 
 def values(state: DesiredState) -> list[int]:
@@ -29,6 +30,19 @@ def test_a_change_that_is_taken_back_leaves_value_and_place_as_they_were() -> No
     assert values(state) == [1, 2, 4]
     state.take_back(part)
     assert values(state) == [1, 2, 4]
+
+
+def test_a_part_that_was_set_again_later_stays_behind_those_that_are_taken_back() -> None:
+    state = DesiredState()
+    state.set("stage", "weights", {"value": 1}, "a")
+    state.set("stage", "weights", {"value": 2}, "b")
+    added = state.set("stage", "weights", {"value": 3}, "c")
+    changed = state.set("stage", "weights", {"value": 4}, "b")
+    state.set("stage", "weights", {"value": 5}, "a")
+    state.take_back(added)
+    assert values(state) == [4, 5]
+    state.take_back(changed)
+    assert values(state) == [2, 5]
 
 
 def test_what_was_set_anew_or_dropped_meanwhile_is_not_taken_back() -> None:

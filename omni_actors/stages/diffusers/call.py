@@ -7,13 +7,13 @@ until it is to go on: see ``turns``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import diffusers
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from omni_actors.stages.diffusers.arguments import Arguments
 from omni_actors.stages.diffusers.options import DiffusersOptions, DiffusersParams
@@ -42,13 +42,19 @@ class Runner:
         self.pipeline = pipeline
         self.arguments = Arguments(pipeline, options)
         self.previews = Previews(pipeline)
+        self._shared: dict[int, Any] = {id(part): part for part in _shared(pipeline)}
+        modules = (part for part in self._shared.values() if isinstance(part, torch.nn.Module))
+        self.attending: list[Any] = [
+            each for part in modules for each in part.modules() if hasattr(each, "set_processor")
+        ]
+        """The modules with an attention processor."""
 
     def fresh(self) -> Any:
         """Return a pipeline for one call, with the same modules and tokenizers.
 
         A call changes its pipeline, its scheduler, its guider, and the pipelines of which it is made.
         """
-        return copy.deepcopy(self.pipeline, {id(part): part for part in _shared(self.pipeline)})
+        return copy.deepcopy(self.pipeline, dict(self._shared))
 
 
 def _shared(pipeline: Any) -> Iterator[Any]:
@@ -56,7 +62,7 @@ def _shared(pipeline: Any) -> Iterator[Any]:
     for part in (*pipeline.components.values(), *vars(pipeline).values()):
         if isinstance(part, diffusers.DiffusionPipeline):
             yield from _shared(part)
-        elif isinstance(part, torch.nn.Module | PreTrainedTokenizerBase):
+        elif isinstance(part, torch.nn.Module | PreTrainedTokenizerBase | ProcessorMixin):
             yield part
 
 
@@ -73,9 +79,8 @@ class PipelineCall:
         device = runner.pipeline.device
         self._cuda = [device] if device.type == "cuda" else []
         self._random_states: list[torch.Tensor] = []
-        self._attending = [part for part in _shared(runner.pipeline) if hasattr(part, "set_attn_processor")]
-        self._attention: list[dict[str, Any]] = []
-        """The attention processors of each of them between two turns."""
+        self._attention: list[Any] = []
+        """The attention processors of the modules between two turns."""
         self._turns = Turns[Step | Pictures](self._run)
 
     def advance(self) -> Step | Pictures:
@@ -125,18 +130,15 @@ class PipelineCall:
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
         """Some calls replace the attention of a shared module until they end (perturbed-attention guidance)."""
-        shared = [dict(part.attn_processors) for part in self._attending]
-        for part, own in zip(self._attending, self._attention or shared, strict=True):
-            _set_attention(part, own)
+        shared = [each.processor for each in self._runner.attending]
         try:
+            self._set_attention(self._attention or shared)
             yield
         finally:
-            self._attention = [dict(part.attn_processors) for part in self._attending]
-            for part, before in zip(self._attending, shared, strict=True):
-                _set_attention(part, before)
+            self._attention = [each.processor for each in self._runner.attending]
+            self._set_attention(shared)
 
-
-def _set_attention(part: Any, processors: Mapping[str, Any]) -> None:
-    present = part.attn_processors
-    if any(present[name] is not each for name, each in processors.items()):
-        part.set_attn_processor(dict(processors))
+    def _set_attention(self, processors: Sequence[Any]) -> None:
+        for module, processor in zip(self._runner.attending, processors, strict=True):
+            if module.processor is not processor:
+                module.set_processor(processor)
