@@ -109,7 +109,7 @@ class DesiredState:
         """
         earlier = self._parts.get(stage, {})
         desired, before = Desired(capability, dict(arguments)), earlier.get((capability, key))
-        part = Part(stage, desired, key, before, next(self._numbers))
+        part = Part(stage=stage, desired=desired, key=key, before=before, number=next(self._numbers))
         parts = {**_without(earlier, part.name), part.name: part}
         if len(msgspec.msgpack.encode([each.desired for each in parts.values()])) > LARGEST_DESIRED:
             raise InvalidRequest(f"{capability}: the desired state of stage {stage!r} exceeds {LARGEST_DESIRED} bytes")

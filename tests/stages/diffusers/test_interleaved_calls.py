@@ -149,7 +149,12 @@ PIPELINES: dict[Callable[[], Any], list[Call]] = {
 }
 
 
-@pytest.fixture(params=PIPELINES, ids=lambda make: make.__name__)
+@pytest.fixture(
+    params=[
+        pytest.param(make, id=make.__name__, marks=() if make is perturbed_attention else pytest.mark.slow)
+        for make in PIPELINES
+    ]
+)
 def opened(
     request: pytest.FixtureRequest, open_stage: Callable[..., StageEngine], tmp_path: Path
 ) -> Iterator[tuple[StageEngine, list[Call]]]:
