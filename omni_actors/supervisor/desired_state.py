@@ -2,8 +2,8 @@
 
 Rules
 1. Every worker of a stage, also one that starts later, gets the stage's desired state with its first message. A change
-   of that state is posted to every worker that runs, or to none. Control messages arrive in order, so a request that is
-   dispatched after a change meets an engine that has it.
+   of that state is posted to every worker that runs, or to none. Control messages arrive in order, so an engine has a
+   change before the requests that are dispatched after it.
 2. A part of the desired state that no worker has carried out, and at which the engines of workers that load raise, is
    taken back: it would end every later worker, too. First, each worker that runs answers, and each that loads beside
    it has one try.

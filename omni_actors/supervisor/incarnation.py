@@ -93,9 +93,9 @@ class Incarnation:
         """The engine's measurements in its last answer."""
         self.calls = Calls()
         self.parts: Sequence[Part] = ()
-        """Of the desired state that it began with."""
+        """The parts of the desired state that its worker was configured with."""
         self.took_back = False
-        """Whether it ends because of one of them, which was taken back. That counts against no intensity."""
+        """Whether it ends because one of these parts was taken back. That does not count against the intensity."""
         self.load_error: str | None = None
         self.start_error: OmniError | None = None
         """Why no process was started for it."""

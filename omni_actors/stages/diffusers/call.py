@@ -45,7 +45,10 @@ class Runner:
         self._shared: dict[int, Any] = {id(part): part for part in _shared(pipeline)}
         modules = (part for part in self._shared.values() if isinstance(part, torch.nn.Module))
         self.attending: list[Any] = [
-            each for part in modules for each in part.modules() if hasattr(each, "set_processor")
+            each
+            for part in modules
+            for each in part.modules()
+            if hasattr(each, "set_processor") and hasattr(each, "processor")
         ]
         """The modules with an attention processor."""
 

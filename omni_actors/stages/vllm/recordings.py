@@ -47,7 +47,7 @@ class Qwen3ThinkerWorker(HiddenStateWorker):
 def _pad_by_request(model: Any, encoder: Any) -> None:
     embed, encode = model.embed_multimodal, encoder.forward
     padded: list[int] = []
-    """Of the recordings of the call under way. Empty in vLLM's own trial of its memory."""
+    """The feature ``PADDED_FRAMES`` of the present call. It is empty when vLLM tries how much memory it needs."""
 
     def embed_multimodal(**features: Any) -> Any:
         named = features.pop(PADDED_FRAMES, None)
