@@ -45,7 +45,7 @@ class Contexts(msgspec.Struct, frozen=True, kw_only=True):
     states: KeyValues
     """The keys and values of the full context."""
     imageless_states: KeyValues | None
-    """None: the imageless context is a prefix of the full one."""
+    """None: the imageless context is a prefix of the full one, as one without a text is, which is empty."""
     edits: bool
     """Whether the request has a picture."""
     width: int
@@ -170,7 +170,7 @@ class Reader:
             textless=self._textless,
             imageless=self._texts if alone is None else alone.mark,
             states=self._full.states,
-            imageless_states=None if alone is None else alone.states,
+            imageless_states=None if alone is None else alone.states or None,
             edits=edits,
             width=width,
             height=height,

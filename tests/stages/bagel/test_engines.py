@@ -48,9 +48,15 @@ def pictures_of(events: list[Any]) -> list[Any]:
     return [event.tensors["image"] for event in events if isinstance(event, StageOutput)]
 
 
-@pytest.mark.parametrize("name", ["edit", "thought"])
-def test_one_stage_draws_what_two_stages_draw(bagel: Bagel, one_stage: Any, name: str) -> None:
-    case = cases.PICTURES[name]
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(cases.PICTURES["edit"], id="edit"),
+        pytest.param(cases.PICTURES["thought"], id="thought"),
+        pytest.param({"terms": [cases.FIRST], "guidance": 4.0, "image_guidance": 2.0}, id="picture without text"),
+    ],
+)
+def test_one_stage_draws_what_two_stages_draw(bagel: Bagel, one_stage: Any, case: dict[str, Any]) -> None:
     outputs, checkpoints = bagel.draw(case["terms"], **params_of(case))
     submit(Driver(one_stage), 1, case)
     events: list[Any] = []
