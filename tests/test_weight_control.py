@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from omni_actors.config import Stage
 from omni_actors.errors import CallTimedOut, InvalidRequest, OmniError, SystemClosed, WorkerLost
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.protocol.messages import Address
+from omni_actors.supervisor import devices
 from omni_actors.system import OmniSystem
 from omni_actors.system.control import Replies
+from omni_actors.system.weight_memory import WeightMemory
 from omni_actors.system.weights import MOST_TENSORS
 from tests.support.controllable_engine import FACTORY
 from tests.support.frozen import freeze
@@ -40,14 +44,38 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def contents_of(file: Path) -> tuple[bytes, int]:
+    """The bytes of a file, and when it was changed, in ns."""
+    return file.read_bytes(), file.stat().st_mtime_ns
+
+
+def restore(file: Path, content: bytes, changed: int) -> None:
+    file.write_bytes(content)
+    os.utime(file, ns=(changed, changed))
+
+
 @asynccontextmanager
-async def opened() -> AsyncIterator[OmniSystem]:
+async def opened(**overrides: Any) -> AsyncIterator[OmniSystem]:
+    """overrides: of the stage."""
+    overrides = {"restart.backoff_s": 0.01, "restart.intensity": 10, **overrides}
     with trio.fail_after(WATCHDOG_S):
         async with OmniSystem.open(
             Pipeline(name="weights", stages={"able": ABLE}),
-            overrides={"stages.able.restart.backoff_s": 0.01, "stages.able.restart.intensity": 10},
+            overrides={f"stages.able.{name}": value for name, value in overrides.items()},
         ) as omni:
             yield omni
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds that changes without an event of the system."""
+    while not holds():  # noqa: ASYNC110 - of what is changed here, not all has an event
+        await trio.sleep(0.005)
+
+
+def generations(omni: OmniSystem) -> list[int]:
+    """Those of the replicas, if all are ready."""
+    replicas = omni.health().stages["able"]
+    return [replica.generation for replica in replicas] if all(each.state == "ready" for each in replicas) else []
 
 
 def ask(omni: OmniSystem) -> Generation:
@@ -261,6 +289,123 @@ async def test_replicas_that_took_weights_which_another_refuses_after_the_timeou
         await omni.wait_ready()
         assert await versions(omni) == {"0"}
         assert await omni.get_weight_version() == {"able": "0"}
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+@pytest.mark.parametrize("ended", [False, True])
+async def test_all_replicas_have_one_version_whatever_they_answer_after_the_timeout(
+    file: Path, monkeypatch: pytest.MonkeyPatch, *, accepts: bool, ended: bool
+) -> None:
+    """ended: whether the first refusal comes when the update has ended. accepts: what the last answer is."""
+    content, changed = contents_of(file)
+    may_end = trio.Event()
+
+    async def waits(*_: Any) -> bool:
+        await may_end.wait()
+        return False
+
+    monkeypatch.setattr(OmniSystem, "_die_again", waits)
+    async with opened(replicas=3) as omni:
+        _, *frozen = (replica.pid or 0 for replica in omni.health().stages["able"])
+        for pid in frozen:
+            freeze(pid)
+        await omni.start_weight_update()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(omni.update_weights, file, version="1", stages=STAGES, timeout_s=0.0))
+            await until(lambda: any(part.accepted for part in omni._supervisor.desired.parts("able")))
+            if ended:
+                may_end.set()
+                await omni.finish_weight_update()
+                await omni.start_weight_update()
+            os.truncate(file, 8)
+            os.kill(frozen[0], signal.SIGCONT)
+            await until(lambda: generations(omni) == [2, 1, 1])
+            may_end.set()
+        if accepts:
+            restore(file, content, changed)
+        os.kill(frozen[1], signal.SIGCONT)
+        await until(lambda: generations(omni) == [2, 1, 1 + accepts])
+        await omni.call("worker_status")
+        assert generations(omni) == [2, 1, 1 + accepts]
+        await omni.finish_weight_update()
+        assert await versions(omni) == {"0"}
+        assert await omni.get_weight_version() == {"able": "0"}
+
+
+async def test_an_update_ends_when_a_replica_that_had_no_worker_has_loaded_with_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = trio.Event()
+
+    async def waits(*_: Any) -> tuple[str, ...]:
+        await there.wait()
+        return ()
+
+    async with opened(replicas=1) as omni, trio.open_nursery() as nursery:
+        monkeypatch.setattr(devices, "wait_place", waits)
+        nursery.start_soon(omni.scale, "able", 2)
+        await until(lambda: len(omni._supervisor.replicas) == 2)
+        replies: list[Any] = []
+
+        async def update_weights() -> None:
+            replies.extend((await omni.update_weights(file, version="1", stages=STAGES))["able"])
+
+        nursery.start_soon(update_weights)
+        await until(lambda: any(part.accepted for part in omni._supervisor.desired.parts("able")))
+        there.set()
+        await until(lambda: bool(replies))
+        assert [type(reply.error) for reply in replies] == [type(None), WorkerLost]
+        assert generations(omni) == [1, 1]
+        assert await versions(omni) == {"1"}
+
+
+@pytest.mark.parametrize("version", ["2", "poison"])
+async def test_workers_may_wake_while_updates_are_merged(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """version: of the second update, which workers take or die at."""
+    merge = WeightMemory.merge
+
+    async with opened() as omni:
+
+        def meanwhile(*arguments: Any) -> Path:
+            merged = merge(*arguments)
+            trio.from_thread.run(omni.wake_up)
+            trio.from_thread.run(until, lambda: bool(generations(omni)))
+            return merged
+
+        monkeypatch.setattr(WeightMemory, "merge", meanwhile)
+        await omni.sleep(2)
+        for number, each in enumerate(("1", version)):
+            await omni.update_weights({f"name{number}": np.zeros(2, np.float32)}, version=each, stages=STAGES)
+        last = "1" if version == "poison" else version
+        assert await versions(omni) == {last}
+        assert await omni.get_weight_version() == {"able": last}
+        for part in omni._supervisor.desired.parts("able"):
+            assert part.carried_out
+
+
+async def test_tensors_are_kept_while_a_worker_loads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates are one when the second one ends, but a replica that was added meanwhile loads both."""
+    write = WeightMemory.write
+
+    async with opened(**{"replicas": 1, "options.load_s": 1.0}) as omni:
+        await omni.update_weights({"a": np.zeros(2, np.float32)}, version="part", stages=STAGES)
+        pid = omni.health().stages["able"][0].pid or 0
+
+        def freezes(*arguments: Any) -> Path:
+            freeze(pid)
+            return write(*arguments)
+
+        monkeypatch.setattr(WeightMemory, "write", freezes)
+        async with trio.open_nursery() as nursery:
+            tensors = {"b": np.zeros(2, np.float32)}
+            nursery.start_soon(partial(omni.update_weights, tensors, version="part", stages=STAGES))
+            await until(lambda: len(omni._supervisor.desired.parts("able")) == 2)
+            nursery.start_soon(omni.scale, "able", 2)
+            added = Address("able", 1)
+            await until(lambda: added in omni._supervisor.replicas)
+            await until(lambda: len(omni._supervisor.replicas[added].incarnation.parts) == 2)
+            os.kill(pid, signal.SIGCONT)
+        assert generations(omni) == [1, 1]
 
 
 async def test_tensors_of_an_update_that_timed_out_are_merged_with_those_of_the_next() -> None:

@@ -56,10 +56,15 @@ class Reply:
 
 
 class PendingCall:
-    """A call to one replica, until its caller has the reply. changes_state: whether it changes the desired state."""
+    """A call to one replica, until its caller has the reply.
 
-    def __init__(self, address: Address, capability: str, timeout_s: float, *, changes_state: bool = False) -> None:
-        self.address, self.capability, self._timeout_s = address, capability, timeout_s
+    generation: that of the worker. changes_state: whether the call changes the desired state.
+    """
+
+    def __init__(
+        self, address: Address, generation: int, capability: str, timeout_s: float, *, changes_state: bool = False
+    ) -> None:
+        self.address, self.generation, self.capability, self._timeout_s = address, generation, capability, timeout_s
         self.changes_state = changes_state
         self.deadline = trio.current_time() + timeout_s
         """Until when the caller waits, on trio's clock."""

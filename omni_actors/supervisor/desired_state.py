@@ -5,8 +5,8 @@ Rules
    of that state is posted to every worker that runs, or to none. Control messages arrive in order, so an engine has a
    change before the requests that are dispatched after it.
 2. A part of the desired state that no worker has carried out, and at which the engines of workers that load raise, is
-   taken back: it would end every later worker, too. First, each worker that runs answers, and each that loads beside
-   it has one try.
+   taken back: it would end every later worker, too. First, each worker that runs answers, and each that loads when an
+   engine first raises has one try.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import itertools
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.messages import Address, Desired
 from omni_actors.supervisor.calls import MAX_CALLS, PendingCall
+
+if TYPE_CHECKING:
+    from omni_actors.supervisor.incarnation import Incarnation  # which imports this module
 
 LARGEST_DESIRED = 64 * 1024
 """Most bytes of one stage's desired state, encoded: it travels in ``Configure``."""
@@ -34,7 +37,7 @@ _Name: TypeAlias = tuple[str, str]
 class Part:
     """A part of a stage's desired state.
 
-    before: its earlier value. number: its place in the order in which all parts were set.
+    before: its earlier value. number: its place in the order in which all parts were set. size: its bytes, encoded.
     """
 
     stage: str
@@ -42,14 +45,15 @@ class Part:
     key: str
     before: Part | None
     number: int
+    size: int
     unanswered: set[Address] = field(default_factory=set)
     """Replicas whose workers ran when it was set, live, and have not answered yet."""
-    accepted: set[Address] = field(default_factory=set)
-    """Replicas whose workers have answered with a value."""
+    accepted: set[tuple[Address, int]] = field(default_factory=set)
+    """Workers that have answered with a value: replica and generation."""
     established: bool = False
     """Whether a worker that loaded has carried it out."""
-    decided: set[Address] = field(default_factory=set)
-    """Replicas of which a worker that loaded raised at it, or was waited for once."""
+    trying: Set[Incarnation] | None = None
+    """Those that loaded with it when an engine first raised at it, and still do; None: none has raised."""
     taken_back: bool = False
 
     @property
@@ -65,21 +69,21 @@ class Part:
         """Note how a worker answers."""
         if call.unanswered:
             self.unanswered.add(call.address)
-            call.on_end = partial(self._note_end, call.address)
+            call.on_end = partial(self.note_end, call)
 
-    def is_to_blame(self, raised: Address, loading: Set[Address]) -> bool:
+    def note_end(self, call: PendingCall, accepted: bool) -> None:
+        """Note that a worker has answered, or answers no more. accepted: whether it has answered with a value."""
+        self.unanswered.discard(call.address)
+        if accepted:
+            self.accepted.add((call.address, call.generation))
+
+    def is_to_blame(self, raised: Incarnation, loading: Set[Incarnation]) -> bool:
         """Whether a part that no worker has carried out would end them all (rule 2).
 
-        raised: the replica whose worker raised at it while it loaded. loading: those whose workers load with it.
+        raised: whose worker raised at it while it loaded. loading: those whose workers load with it.
         """
-        undecided = loading - self.decided - {raised}
-        self.decided |= loading | {raised}
-        return not (self.unanswered or undecided)
-
-    def _note_end(self, address: Address, accepted: bool) -> None:
-        self.unanswered.discard(address)
-        if accepted:
-            self.accepted.add(address)
+        self.trying = (loading if self.trying is None else self.trying & loading) - {raised}
+        return not (self.unanswered or self.trying)
 
 
 class DesiredState:
@@ -109,18 +113,23 @@ class DesiredState:
         """
         earlier = self._parts.get(stage, {})
         desired, before = Desired(capability, dict(arguments)), earlier.get((capability, key))
-        part = Part(stage=stage, desired=desired, key=key, before=before, number=next(self._numbers))
+        size = len(msgspec.msgpack.encode(desired))
+        part = Part(stage=stage, desired=desired, key=key, before=before, number=next(self._numbers), size=size)
         parts = {**_without(earlier, part.name), part.name: part}
-        if len(msgspec.msgpack.encode([each.desired for each in parts.values()])) > LARGEST_DESIRED:
-            raise InvalidRequest(f"{capability}: the desired state of stage {stage!r} exceeds {LARGEST_DESIRED} bytes")
+        if sum(max(value.size for value in _values(each)) for each in parts.values()) > LARGEST_DESIRED:
+            message = f"the desired state of stage {stage!r}, or what it was before, exceeds {LARGEST_DESIRED} bytes"
+            raise InvalidRequest(f"{capability}: {message}")
         self._parts[stage] = parts
         *_, oldest = itertools.islice(_values(part), MAX_CALLS + 1)
-        oldest.before = None
+        if (kept := next((each for each in _values(oldest.before) if each.carried_out), None)) is not None:
+            kept.before = None
+        oldest.before = kept
         return part
 
     def take_back(self, part: Part) -> None:
-        """Give a part its earlier value and place again: the newest value of ``MAX_CALLS`` that was not taken back.
+        """Give a part its earlier value and place again: the newest value that was not taken back.
 
+        It is one of the last ``MAX_CALLS`` values or, before these, the newest that a worker has carried out.
         If the part was set anew or dropped, it stays as it is, and this value does not come back.
         """
         part.taken_back = True

@@ -14,6 +14,8 @@ def why_given_up(replica: Replica, exit: WorkerExit, *, counts: bool) -> str | N
         return f"{exit}; it is temporary" if policy.type == "temporary" else None
     if _cannot_load(replica):
         return incarnation.load_error
+    if incarnation.took_back:
+        return None
     if never := restart.why_never_restarted(policy, exit):
         return never
     recent = len(replica.recent_restarts)

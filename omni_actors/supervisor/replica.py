@@ -145,7 +145,7 @@ class Replica:
         A worker that loads answers when it is ready. arguments: must be small enough for a control message.
         changes_state: whether the call is a change of the stage's desired state.
         """
-        pending = PendingCall(self.address, capability, timeout_s, changes_state=changes_state)
+        pending = PendingCall(self.address, self.generation, capability, timeout_s, changes_state=changes_state)
         if self.worker is None:
             pending.lose(self.history[-1].exit if self.history else None)
         elif (message := self.incarnation.calls.begin(pending, arguments)) is not None:

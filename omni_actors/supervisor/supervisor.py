@@ -316,8 +316,10 @@ class Supervisor:
             exit, reason = await worker.wait_ending(), replica.incarnation.reason
             replica.incarnation.stop()
             replica.state = ReplicaState.RESTARTING
-            for envelope in worker.mailbox.unread():  # sent before it died
-                self._handle(replica, *envelope)
+            for message, fds in worker.mailbox.unread():  # sent before it died
+                self._handle(replica, message, fds)
+                if isinstance(message, messages.LoadFailed):
+                    reason = reason or replica.incarnation.reason
             if output is not None:
                 client_output.deliver_rest(replica, output, self._listener)
             replica.incarnation.reason = reason  # a torn message or chunk of a dead worker is not why it died
@@ -376,17 +378,17 @@ class Supervisor:
         part = incarnation.parts[number] if number is not None and number < len(incarnation.parts) else None
         if part is None or part.carried_out:
             incarnation.load_error = error
-        elif part.taken_back or part.is_to_blame(replica.address, self._loading(part)):
+        elif part.taken_back or part.is_to_blame(incarnation, self._loading(part)):
             self.desired.take_back(part)
             incarnation.took_back = True
             incarnation.reason = f"{part.desired.capability} is taken out of its desired state: {error}"
         else:
             incarnation.reason = f"{part.desired.capability} of its desired state: {error}"
 
-    def _loading(self, part: Part) -> set[messages.Address]:
-        """Return the replicas whose workers load with this part of the desired state."""
-        starting = [each for each in self.replicas.values() if each.incarnation.state is IncarnationState.STARTING]
-        return {each.address for each in starting if part in each.incarnation.parts}
+    def _loading(self, part: Part) -> set[Incarnation]:
+        """Return those whose workers load with this part of the desired state."""
+        incarnations = [each.incarnation for each in self.replicas.values()]
+        return {each for each in incarnations if each.state is IncarnationState.STARTING and part in each.parts}
 
     # what follows a death
 

@@ -25,10 +25,11 @@ import trio
 from omni_actors.config import Pipeline
 from omni_actors.errors import CallTimedOut, InvalidRequest, WorkerLost
 from omni_actors.protocol.messages import FIRST_VERSION, Address
-from omni_actors.supervisor.calls import Reply
+from omni_actors.supervisor.calls import PendingCall, Reply
 from omni_actors.supervisor.desired_state import Part
+from omni_actors.supervisor.incarnation import Incarnation, IncarnationState
 from omni_actors.supervisor.replica import ReplicaState
-from omni_actors.system.control import Control, PauseMode, Replies
+from omni_actors.system.control import CALL_TIMEOUT_S, Control, PauseMode, Replies
 from omni_actors.system.weight_memory import WeightMemory
 
 UPDATE_TIMEOUT_S = 300.0
@@ -124,7 +125,8 @@ class WeightControl(Control):
             message = f"version: expected a string of at most {LONGEST_VERSION} characters, found {version!r:.200}"
             raise InvalidRequest(message, param="version")
         chosen = self._stages(stages)
-        supported = await self.call("supports", {"capability": CAPABILITY}, stages=chosen)
+        patience_s = min(CALL_TIMEOUT_S, timeout_s)
+        supported = await self.call("supports", {"capability": CAPABILITY}, stages=chosen, timeout_s=patience_s)
         if any(isinstance(reply.error, InvalidRequest) for replies in supported.values() for reply in replies):
             return supported
         await self._turn.acquire()
@@ -222,39 +224,46 @@ class WeightControl(Control):
         chosen = self._stages(stages)
         calls, parts = self._begin_change(CAPABILITY, arguments, key, chosen, timeout_s)
         replies = await self._replies(calls, chosen)
+        for call in calls:
+            call.on_end = partial(self._on_late_end, parts[call.address.stage], call)
         for stage in stages:
-            of_stage = [each for each in asked if each.stage == stage]
+            part, of_stage = parts[stage], [each for each in asked if each.stage == stage]
             pairs = zip(of_stage, replies[stage], strict=True)
             lost = [each for each, reply in pairs if each in before and isinstance(reply.error, WorkerLost)]
             failed = any(_failed(reply) for reply in replies[stage])
-            if failed or await self._die_again({each: before[each] for each in lost}, timeout_s):
-                self._supervisor.desired.take_back(parts[stage])
+            if failed or await self._die_again(part, {each: before[each] for each in lost}, timeout_s):
+                self._supervisor.desired.take_back(part)
+                for call in calls:
+                    if call.address.stage == stage:
+                        part.follow(call)  # a worker that answers late gets the earlier weights next
                 await self._restore(stage, timeout_s)
-                continue
-            if of_stage and all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
+            elif of_stage and all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
                 self._supervisor.desired.keep_only(stage, CAPABILITY, key)
-            for call in calls:
-                if call.address.stage == stage:
-                    call.on_refusal = partial(self._on_late_refusal, parts[stage])
         return replies
 
-    def _on_late_refusal(self, part: Part) -> None:
-        """Take new weights back that a replica has refused after the timeout. Those that took them start again."""
-        self._supervisor.desired.take_back(part)
-        for replica in self._supervisor.replicas.values():
-            loaded_them = replica.accepts_work and part in replica.incarnation.parts
-            if replica.address.stage == part.stage and (loaded_them or replica.address in part.accepted):
+    def _on_late_end(self, part: Part, call: PendingCall, accepted: bool) -> None:
+        """Handle an answer after the timeout. If a replica has refused new weights, those that took them start again.
+
+        Those that load with them do so when they are ready (see ``Supervisor``).
+        """
+        part.note_end(call, accepted)
+        for replica in self._supervisor.replicas.values() if part.taken_back else ():
+            incarnation, worker = replica.incarnation, (replica.address, replica.generation)
+            has_them = part in incarnation.parts or worker in part.accepted
+            if has_them and incarnation.state is IncarnationState.READY:
                 replica.kill("another replica has refused its new weights")
 
-    async def _die_again(self, lost: Mapping[Address, int], timeout_s: float) -> bool:
+    async def _die_again(self, part: Part, lost: Mapping[Address, int], timeout_s: float) -> bool:
         """Wait until each replica has a ready worker again, or is removed; return whether one died first, or failed.
 
-        lost: the replicas with the generation that died. Only a later one shows whether the new weights are the cause.
+        part: the new weights. lost: the replicas, with the generation whose worker had not answered: it died, or was
+        not started yet. Only a worker that loads with the weights shows whether they are the cause.
         """
         with trio.move_on_after(timeout_s):
             for address, first in lost.items():
-                replica = self._supervisor.replicas.get(address)
-                while self._running and not (replica is None or (replica.accepts_work and replica.generation > first)):
+                while self._running and (replica := self._supervisor.replicas.get(address)) is not None:
+                    if replica.accepts_work and (replica.generation > first or part in replica.incarnation.parts):
+                        break
                     if replica.state is ReplicaState.FAILED or any(
                         death.generation > first for death in replica.history
                     ):
@@ -269,26 +278,44 @@ class WeightControl(Control):
 
         stages: whose replicas have answered the last update, and so all earlier ones. Returns whether any was replaced.
         """
-        merged: dict[tuple[str, str], dict[str, Any]] = {}
+        merged, replaced = dict[tuple[str, str], dict[str, Any]](), False
         for stage in self._stages(stages):
-            updates = [each for each in self._supervisor.desired.parts(stage) if each.desired.capability == CAPABILITY]
-            parts = [each.desired.arguments for each in updates[-2:]]
-            carried_out = {each.carried_out for each in updates[-2:]}
-            paths = [path for part in parts for path in part["files"] if path in self._memory]
-            if len(paths) != 2 or len(parts) < 2 or len(carried_out) > 1:
+            last = self._last_updates(stage)
+            paths = [path for part in last for path in part.desired.arguments["files"] if path in self._memory]
+            if len(last) < 2 or len(paths) != 2:
                 continue
             earlier, later = paths
             try:
                 if (earlier, later) not in merged:
                     path = await trio.to_thread.run_sync(self._memory.merge, earlier, later)
-                    merged[earlier, later] = {"files": _files(path), "version": parts[-1]["version"]}
+                    version = last[-1].desired.arguments["version"]
+                    merged[earlier, later] = {"files": _files(path), "version": version}
             except OSError:  # there is no memory for a copy: both are kept, and the next update tries again
                 return False
-            for each in parts:
-                self._supervisor.desired.drop(stage, CAPABILITY, _key(each))
+            if self._last_updates(stage) != last:
+                continue  # meanwhile a worker began to load with them, or one of them was taken back
+            for each in last:
+                self._supervisor.desired.drop(stage, CAPABILITY, each.key)
             both = merged[earlier, later]
-            self._supervisor.desired.set(stage, CAPABILITY, both, _key(both)).established = carried_out.pop()
-        return bool(merged)
+            part = self._supervisor.desired.set(stage, CAPABILITY, both, _key(both))
+            part.established, replaced = last[-1].carried_out, True
+        return replaced
+
+    def _last_updates(self, stage: str) -> list[Part]:
+        """Return the last two updates of a stage if they can be one: workers have carried out both or none.
+
+        [] while a worker loads with one of them, since that may carry it out.
+        """
+        updates = [each for each in self._supervisor.desired.parts(stage) if each.desired.capability == CAPABILITY][-2:]
+        loading = {part for incarnation in self._starting() for part in incarnation.parts}
+        if not loading.isdisjoint(updates) or len({each.carried_out for each in updates}) > 1:
+            return []
+        return updates
+
+    def _starting(self) -> list[Incarnation]:
+        """Return those whose workers start or load."""
+        incarnations = [replica.incarnation for replica in self._supervisor.replicas.values()]
+        return [each for each in incarnations if each.state is IncarnationState.STARTING]
 
     async def get_weight_version(self, *, stages: Collection[str] | None = None) -> dict[str, str]:
         """Return the version of the weights of each stage, as its outputs have it from now on.
@@ -303,9 +330,10 @@ class WeightControl(Control):
         return versions
 
     def _files_in_use(self) -> set[str]:
-        """Return the paths of the files that later workers load, too."""
-        parts = [part for stage in self._stages(None) for part in self._supervisor.desired.of(stage)]
-        return {file for part in parts if part.capability == CAPABILITY for file in part.arguments["files"]}
+        """Return the paths of the files that workers load now, or that later ones will."""
+        desired = [part.desired for stage in self._stages(None) for part in self._supervisor.desired.parts(stage)]
+        desired += [part.desired for incarnation in self._starting() for part in incarnation.parts]
+        return {file for part in desired if part.capability == CAPABILITY for file in part.arguments["files"]}
 
     async def _restore(self, stage: str, timeout_s: float) -> None:
         """Give every replica of a stage the weights of its desired state again, the model's own ones first."""

@@ -7,6 +7,7 @@ import pytest
 from omni_actors.errors import InvalidRequest
 from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.supervisor.desired_state import LARGEST_DESIRED, DesiredState, _values
+from omni_actors.supervisor.incarnation import Incarnation
 
 
 def values(state: DesiredState) -> list[int]:
@@ -74,6 +75,32 @@ def test_the_newest_value_comes_back_that_was_not_taken_back() -> None:
     assert len(list(_values(parts[-1]))) == MAX_CALLS + 1
 
 
+def test_a_value_that_a_worker_has_carried_out_is_not_forgotten_for_later_ones() -> None:
+    state = DesiredState()
+    first, second = (state.set("stage", "weights", {"value": value}) for value in (1, 2))
+    first.established = second.established = True
+    later = [state.set("stage", "weights", {"value": value}) for value in range(3, 2 * MAX_CALLS)]
+    for part in later:
+        state.take_back(part)
+    assert values(state) == [2]
+    assert len(list(_values(later[-1]))) == MAX_CALLS + 2
+
+
+def test_a_part_is_to_blame_when_each_that_loaded_beside_it_has_had_its_try() -> None:
+    part = DesiredState().set("stage", "adapters", {"value": 1})
+    raised, slow, again, third, added = (Incarnation() for _ in range(5))
+    assert not part.is_to_blame(raised, {raised, slow})
+    assert not part.is_to_blame(again, {again, slow}), "the slow one still loads"
+    assert part.is_to_blame(third, {third, added}), "the slow one has ended; nothing is known of one that began later"
+
+
+def test_a_part_is_to_blame_when_the_last_that_loads_raises_at_it() -> None:
+    part = DesiredState().set("stage", "adapters", {"value": 1})
+    raised, slow = Incarnation(), Incarnation()
+    assert not part.is_to_blame(raised, {raised, slow})
+    assert part.is_to_blame(slow, {slow, Incarnation()})
+
+
 def test_a_part_that_is_set_to_the_same_value_stays_when_that_is_taken_back() -> None:
     state = DesiredState()
     state.set("stage", "weights", {"value": 1})
@@ -87,3 +114,13 @@ def test_a_state_that_is_too_large_to_send_is_refused_and_changes_nothing() -> N
     with pytest.raises(InvalidRequest, match="exceeds"):
         state.set("stage", "weights", {"value": 2, "much": "x" * LARGEST_DESIRED}, "b")
     assert values(state) == [1]
+
+
+def test_there_is_room_for_the_earlier_value_of_each_part() -> None:
+    state = DesiredState()
+    large = "x" * (LARGEST_DESIRED // 2)
+    state.set("stage", "weights", {"value": 1, "much": large}, "a")
+    state.set("stage", "weights", {"value": 2}, "a")
+    with pytest.raises(InvalidRequest, match="exceeds"):
+        state.set("stage", "weights", {"value": 3, "much": large}, "b")
+    assert values(state) == [2]
