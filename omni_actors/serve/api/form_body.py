@@ -3,7 +3,9 @@
 Rules
 1. The parser gets the body in slices, with a checkpoint between them.
 2. The files stay in memory: ``max_body_bytes`` limits their size, and their ticket counts them already.
-3. Names and values are UTF-8, as RFC 7578 recommends. A ``charset`` in the content type has no effect.
+3. A part with the name of the files is a file, also without a ``filename``: RFC 7578 does not require one. It forbids
+   ``filename*``, and the parser ignores that.
+4. Names and values are UTF-8, as RFC 7578 recommends. A ``charset`` in the content type has no effect.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ class _Form:
         if self._header.lower() == b"content-disposition":
             _, options = parse_options_header(bytes(self._value))
             self._name = _text(options.get(b"name", b""))
-            self._is_file = b"filename" in options
+            self._is_file = b"filename" in options or self._name in self._file_field.names
         self._header, self._value = bytearray(), bytearray()
 
     def on_headers_finished(self) -> None:

@@ -28,6 +28,12 @@ def test_a_file_arrives_unchanged(size: int) -> None:
     assert take("transcription", body) == {"files": [file]}
 
 
+@pytest.mark.parametrize("more", ["", "; filename*=UTF-8''na%C3%AFve.wav", '; filename=""'])
+def test_a_part_with_the_name_of_the_file_needs_no_filename(more: str) -> None:
+    file = b"\xff" * (MAX_FIELD_BYTES + 1)
+    assert take("transcription", part("model", b"studio") + part("file", file, more) + END) == {"files": [file]}
+
+
 def test_several_files_arrive_in_order_under_either_name() -> None:
     body = part("model", b"studio") + part("prompt", b"a cat")
     for name, file in (("image[]", b"one"), ("image", b"two"), ("image[]", b"three")):
