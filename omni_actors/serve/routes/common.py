@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.system import OmniSystem
 from omni_actors.system.pictures import seed_of
+from omni_actors.validation import split_path
 
 SESSION_HEADER = "X-Session-ID"
 
@@ -47,15 +47,19 @@ def open_body(
 def typed(params: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
     """Return the engines' parameters of a form, whose values are strings, with the types that the engines declare.
 
-    A value of another type stays as it is: the engine refuses it.
+    A parameter that no engine declares stays as it is. Raises HTTPError for a value that an engine would refuse: the
+    engine would only say that it is text.
     """
     found = dict(params)
     for stage in pipeline.stages:
         declared = pipeline.spec(stage).params
         for field in msgspec.structs.fields(declared) if declared is not None else ():
             if field.name in params:
-                with suppress(msgspec.ValidationError):
+                try:
                     found[field.name] = msgspec.convert(params[field.name], field.type, strict=False)
+                except msgspec.ValidationError as error:
+                    reason, _ = split_path(error)
+                    raise bad_request(f"{field.name}: {reason}", field.name) from error
     return found
 
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from omni_actors import config
 from omni_actors.serve.api.form_body import MAX_FIELD_BYTES, MAX_PARTS
 from omni_actors.serve.api.json_body import SLICE_BYTES
+from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.routes.common import typed
-from tests.support.request_bodies import MULTIPART, parsed_or_refused, refusal, take
+from tests.support.request_bodies import MULTIPART, error_object, parsed_or_refused, refusal, take
 
 
 def part(name: str, value: bytes, more: str = "") -> bytes:
@@ -110,5 +111,25 @@ def test_any_form_is_parsed_or_refused(body: bytes, content_type: str) -> None:
 
 
 def test_engines_parameters_have_the_types_that_the_engines_declare() -> None:
-    form = {"image_guidance": "1.5", "think": "true", "renorm": "global", "renorm_min": "x", "other": "1"}
+    form = {"image_guidance": "1.5", "think": "true", "renorm": "global", "other": "1"}
     assert typed(form, config.load("bagel")) == {**form, "image_guidance": 1.5, "think": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("renorm_min", "x", "expected a number, got text"),
+        ("renorm_min", "2", "expected a number <= 1.0"),
+        ("image_guidance", "-1e9", "expected a number >= "),
+        ("image_guidance", "1e999", "Number out of range"),
+        ("max_tokens", "9" * 30, "expected an integer <= "),
+        ("max_tokens", "9" * 5000, "Integer value out of range"),
+        ("renorm", "5", "Invalid enum value '5'"),
+    ],
+)
+def test_an_engines_parameter_is_refused_with_the_reason(name: str, value: str, reason: str) -> None:
+    with pytest.raises(HTTPError) as caught:
+        typed({name: value}, config.load("bagel"))
+    error = error_object(caught.value)
+    assert (error["param"], error["code"]) == (name, "invalid_value")
+    assert error["message"].startswith(f"{name}: {reason}")
