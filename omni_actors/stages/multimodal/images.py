@@ -13,7 +13,7 @@ import io
 import warnings
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.files import refuse_unreadable
@@ -38,6 +38,7 @@ def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
             raise _too_large(index, "more than twice the pixels that Pillow opens", max_pixels) from error
         with image:
             check_pixels(index, image.width, image.height, max_pixels)
+            _scale_transparent_value(image)
             return np.asarray(_rgb(ImageOps.exif_transpose(image)))
 
 
@@ -45,6 +46,21 @@ def check_pixels(index: int, width: int, height: int, max_pixels: int) -> None:
     """Raise InvalidRequest if an image has too many pixels."""
     if width * height > max_pixels:
         raise _too_large(index, f"{width} × {height} pixels", max_pixels)
+
+
+def _scale_transparent_value(image: ImageFile.ImageFile) -> None:
+    """Give the transparent value of a PNG file, which is not decoded yet, the 8 bits of the decoded pixels.
+
+    Pillow leaves it as it is in the file. Of colours of 16 bits, Pillow decodes the higher 8: all that share them with
+    the transparent colour become transparent.
+    """
+    match image.tile[0].args if image.tile else None, image.info.get("transparency"):
+        case "L;2", int(value):
+            image.info["transparency"] = (value & 0b11) * 0x55
+        case "L;4", int(value):
+            image.info["transparency"] = (value & 0b1111) * 0x11
+        case "RGB;16B", tuple(values):
+            image.info["transparency"] = tuple(value >> 8 for value in values)
 
 
 def _rgb(image: Image.Image) -> Image.Image:

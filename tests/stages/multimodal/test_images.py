@@ -75,11 +75,6 @@ def test_transparent_parts_become_white(mode: str) -> None:
     assert pixels[:, :, 0].tolist() == [[0, 0, 255, 255]] * 2
 
 
-def test_the_transparent_value_of_a_grey_image_of_16_bits_becomes_white() -> None:
-    picture = Image.fromarray(np.array([[0x1234, 0x1235, 0]], np.uint16))
-    assert decoded(image_file(picture, transparency=0x1234))[0, :, 0].tolist() == [255, 0x12, 0]
-
-
 @pytest.mark.parametrize(("orientation", "turns"), [(1, 0), (3, 2), (6, 3), (8, 1)])
 def test_a_photo_is_rotated_by_its_exif_orientation(orientation: int, turns: int) -> None:
     exif = Image.Exif()
@@ -95,13 +90,40 @@ def test_the_first_picture_of_an_animation_is_decoded(format: str) -> None:
     assert np.array_equal(decoded(file), COLOURS)
 
 
+def png(*chunks: bytes) -> bytes:
+    """Return a PNG file of these chunks, each with its name first."""
+    ends = (struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(ends)
+
+
 def png_header(width: int, height: int) -> bytes:
-    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = b"IDAT" + zlib.compress(bytes(99))
-    chunks = (
-        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (head, data)
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+    return png(b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"IDAT" + zlib.compress(bytes(99)))
+
+
+GREY, RGB = 0, 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "row", "transparent", "expected"),
+    [
+        (GREY, 1, "40", "0001", [0, 255, 0, 0]),
+        (GREY, 2, "1b", "0001", [0, 255, 170, 255]),
+        (GREY, 2, "1b", "0000", [255, 85, 170, 255]),
+        (GREY, 4, "015f", "0005", [0, 17, 255, 255]),
+        (GREY, 4, "015f", "0015", [0, 17, 255, 255]),  # the lowest bits count
+        (GREY, 8, "000105ff", "0005", [0, 1, 255, 255]),
+        (GREY, 16, "0000 1233 1234 ffff", "1234", [0, 0x12, 255, 255]),
+        (RGB, 8, "010203 010204 000000 020202", "000100020003", [255, 1, 0, 2]),
+        (RGB, 16, "123456789abc 113456789abc 000100020003 010002000300", "123456789abc", [255, 0x11, 0, 1]),
+    ],
+)
+def test_the_transparent_value_of_a_png_of_any_depth_becomes_white(
+    kind: int, bits: int, row: str, transparent: str, expected: list[int]
+) -> None:
+    header = b"IHDR" + struct.pack(">IIBBBBB", 4, 1, bits, kind, 0, 0, 0)
+    pixels = b"IDAT" + zlib.compress(b"\0" + bytes.fromhex(row))
+    file = png(header, b"tRNS" + bytes.fromhex(transparent), pixels, b"IEND")
+    assert decoded(file)[0, :, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("size", [(1001, 1000), (10_000, 10_000), (1 << 30, 1 << 30)])
