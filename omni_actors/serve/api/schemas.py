@@ -125,6 +125,8 @@ class VideoPart(msgspec.Struct, frozen=True, tag="video_url"):
 class ChatMessage(msgspec.Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart | AudioPart | ImagePart | VideoPart] | None = None
+    name: str | None = None
+    """The participant. Only some chat templates know names."""
     tool_calls: list[ToolCall] | None = None
     """Calls that the assistant made."""
     tool_call_id: str | None = None

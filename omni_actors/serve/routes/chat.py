@@ -232,7 +232,8 @@ async def _split_media(
                     files.append(file)
             content = parts
         role = "system" if message.role == "developer" else message.role
-        conversation.append({"role": role, "content": content, **calls})
+        name = {} if message.name is None else {"name": message.name}
+        conversation.append({"role": role, **name, "content": content, **calls})
     return conversation, files
 
 

@@ -91,7 +91,8 @@ def tools_as_text(messages: Sequence[RenderedMessage], tools: Sequence[Mapping[s
             content = message["content"]
             for call in message.get("tool_calls", ()):
                 content = _joined(content, f"<tool_call>\n{_json(call['function'])}\n</tool_call>")
-            made.append({"role": message["role"], "content": content})
+            rest = {name: value for name, value in message.items() if name != "tool_calls"}
+            made.append({**rest, "content": content})
         follows_result = is_result
     return made
 

@@ -140,6 +140,8 @@ class Prompt:
     def _rendered(self, message: Message) -> RenderedMessage:
         """Return a message as chat templates take it."""
         rendered: RenderedMessage = {"role": message.role, "content": self._text(message)}
+        if message.name is not None:
+            rendered["name"] = message.name
         if message.tool_calls:
             rendered["tool_calls"] = [_rendered_call(call) for call in message.tool_calls]
         if message.role == "tool":

@@ -64,6 +64,8 @@ class Message(msgspec.Struct, frozen=True):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[TextPart | AudioPart | ImagePart | VideoPart]
+    name: str | None = None
+    """The participant, for chat templates that know names."""
     tool_calls: list[ToolCall] = []
     """The calls of tools that an assistant's message makes."""
     tool_call_id: str | None = None

@@ -67,6 +67,11 @@ def seen(kind: str, index: int, data: bytes) -> dict[str, Any]:
     return {f"encoded_{kind}": index, "digest": hashlib.sha256(data).hexdigest()}
 
 
+def test_the_name_of_a_participant_reaches_the_pipeline(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "name": "Ann", "content": "hello"}, {"role": "user", "content": "hello"}]
+    assert ask(client, messages=messages).messages == messages
+
+
 def test_an_image_and_a_video_reach_the_pipeline_as_they_are(client: openai.OpenAI) -> None:
     shown = [part("image", data_url("image/png", PICTURE), detail="high"), part("video", data_url("video/mp4", FILM))]
     given = ask(client, *shown)

@@ -164,6 +164,20 @@ def test_a_conversation_may_have_messages_of_the_system_alone(engine: LLMEngine)
     assert "user\n" not in prompt.replace("Greet the user.", "")
 
 
+def test_a_chat_template_gets_the_names_of_participants(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    named = "{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}: {{ m.content }}\n"
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}" + named + "{% endfor %}")
+    messages = [{"role": "user", "name": "Ann", "content": "hello"}, {"role": "user", "content": "hello"}]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    with closing(opened(tmp_path)) as engine:
+        tokens = engine.call("tokenize", {"messages": messages})["tokens"]
+        assert tokens == tokenizer.apply_chat_template(messages, return_dict=False)
+        beside_tools = tokenizer.decode(engine.call("tokenize", {"messages": messages, "tools": tools})["tokens"])
+        assert beside_tools.endswith("user Ann: hello\nuser: hello\n"), "this template does not know tools"
+
+
 def test_a_conversation_that_the_chat_template_refuses_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
