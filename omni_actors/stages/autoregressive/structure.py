@@ -47,6 +47,11 @@ Only a client's own grammar can be so ambiguous. A schema may have as many as ll
 takes 4 of them."""
 
 
+_UNFORCED = '%llguidance {"no_forcing": true}\n'
+"""At the beginning of a grammar: the model chooses the tokens of text that has no alternative. By default llguidance
+takes the tokenizer's, which has a token of its own for the text of a control token, and that is not text."""
+
+
 def _schema(given: Any) -> str:
     if isinstance(given, str):
         given = json.loads(given)
@@ -86,6 +91,8 @@ class StructureTokenizer:
 
     def __init__(self, tokenizer: Any, end_tokens: list[int]) -> None:
         self.inner = llguidance.hf.from_tokenizer(tokenizer, eos_token=end_tokens)
+        self.own_texts = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+        """The texts for which the tokenizer has a token of its own, control tokens among them."""
 
 
 class Structure:
@@ -132,7 +139,10 @@ def _compiled(tokenizer: StructureTokenizer, kind: str, value: Any) -> LLMatcher
     """Return the matcher of a structure. Raises TypeError, ValueError."""
 
     def compile_grammar() -> LLMatcher:
-        return LLMatcher(tokenizer.inner, _GRAMMARS[kind](value), log_level=0, limits=_LIMITS.get(kind))
+        grammar = _GRAMMARS[kind](value)
+        if kind == "choice" and any(own in text for text in value for own in tokenizer.own_texts):
+            grammar = _UNFORCED + grammar
+        return LLMatcher(tokenizer.inner, grammar, log_level=0, limits=_LIMITS.get(kind))
 
     with ThreadPoolExecutor(1) as executor:
         usual = threading.stack_size(_STACK_BYTES)

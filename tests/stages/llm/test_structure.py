@@ -32,6 +32,7 @@ ASKED: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
     "schema as text": ({"json": json.dumps(SCHEMA)}, lambda text: json.loads(text)["city"] in ("Rome", "Oslo")),
     "regex": ({"regex": "[ab]{3}c"}, lambda text: re.fullmatch("[ab]{3}c", text) is not None),
     "choice": ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+    "choice with a control token's text": ({"choice": ["a<|im_end|>b"]}, lambda text: text == "a<|im_end|>b"),
     "grammar": ({"grammar": 'start: "x" | "yy"'}, lambda text: text in ("x", "yy")),
 }
 
