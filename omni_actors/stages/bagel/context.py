@@ -7,7 +7,8 @@ stages take part, a picture is to be drawn: the chunks of ``handoff``, behind a 
 Rules
 1. A request reads its terms in the step of its first prefill chunk, in caches of its own (``contexts``). Text
    generation then copies the full context into a row of the shared cache.
-2. The text that the model wrote by ``think`` is read again, as a term, before the picture is drawn.
+2. The text that the model wrote by ``think`` is read again, as a term, before the picture is drawn: the text that the
+   client gets, so without a stop string.
 3. All random numbers of a picture come from one generator, seeded by the request: first the noise of each picture that
    it reads, in order, then that of the picture to draw.
 """
@@ -61,8 +62,8 @@ class ContextRequest(TextRequest[OmniPrompt]):
     def __init__(self, request: StageRequest, params: ContextParams, *, draws: bool) -> None:
         super().__init__(request, params, OmniPrompt(request.sources))
         self.draws = draws
-        self.written: list[int] = []
-        """The tokens of the text."""
+        self.written: list[str] = []
+        """The pieces of the text, as the client gets them."""
 
 
 class ContextEngine(LanguageEngine[ContextRequest]):
@@ -223,8 +224,9 @@ class ContextEngine(LanguageEngine[ContextRequest]):
     def _append(
         self, request: ContextRequest, token: int, logits: Tensor | None = None
     ) -> Iterator[StageOutput | StageFailure]:
-        request.written.append(token)
         for output in super()._append(request, token, logits):
+            if isinstance(output, StageOutput):
+                request.written.append(output.data.get("text", ""))
             if request.draws and isinstance(output, StageOutput) and output.last:
                 yield msgspec.structs.replace(output, last=False)
                 yield from self._draw_thought(request)
@@ -233,10 +235,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
 
     def _draw_thought(self, request: ContextRequest) -> Iterator[StageOutput]:
         """Read the text that the model wrote, and pass on the contexts."""
-        end = self._marks.text_end
-        written = request.written[: request.written.index(end)] if end in request.written else request.written
-        text = self._vocabulary.decode(written, skip_special_tokens=False)
-        tokens = self._vocabulary.tokenizer.encode(text, add_special_tokens=False)
+        tokens = self._vocabulary.tokenizer.encode("".join(request.written), add_special_tokens=False)
         with self._adapters.applied([request.adapter]):
             request.reader.read_own(tokens[: self._context])
         yield from self._hand_off(request, self._contexts(request))

@@ -68,6 +68,21 @@ def test_one_stage_draws_what_two_stages_draw(bagel: Bagel, one_stage: Any, case
     assert events[-1].last
 
 
+def test_a_picture_is_drawn_from_the_text_that_the_client_gets(bagel: Bagel) -> None:
+    """What ends the text and is not in it is not read again either."""
+    case = cases.PICTURES["thought"]
+    terms, params = case["terms"], params_of(case)
+    bagel.draw(terms, **params)
+    thoughts, decode = bagel.thoughts, bagel.reader.engine._vocabulary.decode
+    length = next(n for n, token in enumerate(thoughts) if n and decode([token]).isalpha())
+    end = thoughts[length]
+    expected, _ = bagel.draw(terms, **{**params, "max_tokens": length})
+    for ending in ({"stop": [decode([end])]}, {"stop_token_ids": [end]}):
+        outputs, _ = bagel.draw(terms, **params, **ending)
+        assert bagel.thoughts == thoughts[: length + 1]
+        np.testing.assert_array_equal(outputs[-1].tensors["image"], expected[-1].tensors["image"])
+
+
 @pytest.mark.parametrize("name", ["edit", "thought"])
 def test_one_stage_goes_on_from_the_checkpoint(one_stage: Any, name: str) -> None:
     """The checkpoint is valid in ``start`` only, and the picture begins some steps later."""
