@@ -44,6 +44,7 @@ def run_poisson(load: float, service_s: float, concurrency: int, seed: int, *, e
 @given(
     load=st.floats(0.2, 9.0), service_s=st.sampled_from((0.3, 1.0, 2.0, 4.0)), concurrency=st.sampled_from((1, 2, 4, 8))
 )
+@pytest.mark.slow
 def test_a_steady_load_of_any_level_changes_the_number_once_at_most(
     load: float, service_s: float, concurrency: int
 ) -> None:

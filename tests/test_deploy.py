@@ -48,6 +48,7 @@ def test_the_program_accepts_the_command_lines() -> None:
         assert context.params["exit_on_failed_stage"]
 
 
+@pytest.mark.slow
 def test_the_unit_is_valid(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
@@ -60,6 +61,7 @@ def test_the_unit_is_valid(tmp_path: Path) -> None:
     assert complaints == []
 
 
+@pytest.mark.slow
 def test_the_command_of_the_unit_serves_and_drains() -> None:
     """The command runs with another pipeline and a free port; all else is the unit's."""
     _, *arguments = unit_command()

@@ -158,6 +158,7 @@ def test_another_system_gets_a_report_that_says_what_is_missing() -> None:
 
 
 @pytest.mark.voice  # for torch
+@pytest.mark.slow
 def test_the_report_and_its_exit_code(free_port: int) -> None:
     def invoke(*arguments: str) -> Any:
         return CliRunner().invoke(main, ["doctor", "--port", str(free_port), *arguments])

@@ -145,13 +145,8 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize(
-    "deaths",
-    [
-        pytest.param(deaths, id=name, marks=() if "decode in mid-transfer" in name else pytest.mark.slow)
-        for name, deaths in DEATHS.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("deaths", DEATHS.values(), ids=DEATHS)
 def test_a_death_at_any_moment_of_a_transfer_changes_no_token(
     shared_system: SharedSystem, plans: Path, deaths: list[tuple[str, str, int]]
 ) -> None:

@@ -175,6 +175,7 @@ async def test_with_tls_a_cut_is_repeated_and_another_certificate_is_not() -> No
         assert left == [accept_with_tls]
 
 
+@pytest.mark.slow
 async def test_a_parent_that_is_never_there_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "JOIN_S", 3.0)
     with trio.fail_after(WATCHDOG_S), socket.socket() as closed:

@@ -23,6 +23,8 @@ from tests.cluster.subprocess_cluster import open_on_nodes
 from tests.support.frozen import freeze
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
 
+pytestmark = pytest.mark.slow
+
 DASHBOARD = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
 TARGETS = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 QUERIES = [target["expr"] for target in TARGETS]

@@ -27,6 +27,8 @@ from omni_actors.serve.settings import ServerSettings
 from tests.support.http_server import NO_TLS, WATCHDOG_S
 from tests.support.served_engines import REFUSED_S
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """\
 name: studio
 limits: {deadline_s: 0.5}

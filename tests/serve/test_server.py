@@ -131,7 +131,14 @@ def test_a_whole_answer_that_does_not_end_in_time_is_an_error(start: Start) -> N
         assert (server.wait_end(), server.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/audio/transcriptions", "/tokenize"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions",
+        pytest.param("/v1/audio/transcriptions", marks=pytest.mark.slow),
+        pytest.param("/tokenize", marks=pytest.mark.slow),
+    ],
+)
 def test_an_upload_that_does_not_end_in_time_is_refused(start: Start, path: str) -> None:
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
     with start("--drain-s", "0.2", config=MIND) as server, socket.socket() as client:

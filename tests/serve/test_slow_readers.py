@@ -30,6 +30,7 @@ def served(client: openai.OpenAI) -> bool:
     return len(sound.content) > 3200
 
 
+@pytest.mark.slow
 def test_stalled_clients_hold_a_window_and_give_way_to_others(server: Server) -> None:
     with ExitStack() as stack, server.openai() as client:
         for _ in range(3):

@@ -178,6 +178,7 @@ def terminal() -> Iterator[list[pexpect.spawn[str]]]:
         child.close(force=True)
 
 
+@pytest.mark.slow
 def test_the_live_screen_shows_a_death_and_the_loss_of_the_server(
     start: Start, terminal: list[pexpect.spawn[str]]
 ) -> None:

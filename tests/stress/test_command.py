@@ -45,6 +45,7 @@ def test_a_search_ends_with_its_budget_and_writes_figures(stress: Callable[..., 
     assert figures["faults"] >= 1
 
 
+@pytest.mark.slow
 def test_a_violation_gives_exit_code_1_and_a_command_that_repeats_it(
     stress: Callable[..., Result], planted: Callable[[str], Workload]
 ) -> None:

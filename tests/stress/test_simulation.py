@@ -395,6 +395,7 @@ def test_the_command_prints_counts_and_speed(tmp_path: Path) -> None:
     assert (figures["simulated"], figures["seed"], figures["runs"], figures["violations"]) == (5, 7, 5, 0)
 
 
+@pytest.mark.slow
 def test_the_command_that_it_prints_repeats_a_failure_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     take = chunks.ChunkSequence.accept
     monkeypatch.setattr(chunks.ChunkSequence, "accept", lambda *a, **last: take(*a, **last) or True)

@@ -63,7 +63,6 @@ def events(detection: turns.TurnDetection, sound: np.ndarray, sizes: list[int] |
     ("kind", "noises"),
     [
         ("server_vad", NOISE_DB),
-        ("semantic_vad", (20,)),
         pytest.param("semantic_vad", NOISE_DB, marks=pytest.mark.slow),
     ],
 )

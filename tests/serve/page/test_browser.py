@@ -16,7 +16,10 @@ import soundfile
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import Server, Start
 
-pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine"),
+]
 
 FIRST_PAINT_MS = 300
 PAINT_WATCHDOG_MS = 10_000

@@ -12,6 +12,7 @@ from tests.serve.page.test_browser import enter
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import Server, Start
 
+pytestmark = pytest.mark.slow
 needs_chromium = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
 
 CHAIN = """\

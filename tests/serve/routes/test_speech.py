@@ -50,6 +50,7 @@ def test_events_carry_a_file_in_pieces(studio: Server, format: str, container: s
     assert SECONDS <= duration(data, container) < SECONDS + 0.2
 
 
+@pytest.mark.slow
 def test_gaps_in_a_file_that_is_sent_when_it_is_complete_are_no_underruns(start: Start) -> None:
     """Each word takes longer than it lasts."""
     with start("-s", "stages.mouth.options.step_s=0.3") as server:

@@ -155,6 +155,7 @@ def test_input_that_ends_inside_a_sentence_is_refused(vocoder: Any) -> None:
     vocoder.abort(1)
 
 
+@pytest.mark.slow
 def test_whisper_transcribes_the_spoken_text(acoustic: Any, vocoder: Any, drive: Callable[..., Any]) -> None:
     whisper = drive("whisper")
     for driver, source in ((acoustic, "client"), (vocoder, "talker"), (whisper, "client")):
