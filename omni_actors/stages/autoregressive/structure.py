@@ -91,8 +91,12 @@ class StructureTokenizer:
 
     def __init__(self, tokenizer: Any, end_tokens: list[int]) -> None:
         self.inner = llguidance.hf.from_tokenizer(tokenizer, eos_token=end_tokens)
-        self.own_texts = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+        self._tokenizer = tokenizer
+
+    @property
+    def own_texts(self) -> list[str]:
         """The texts for which the tokenizer has a token of its own, control tokens among them."""
+        return [str(token) for token in self._tokenizer.added_tokens_decoder.values()]
 
 
 class Structure:
@@ -140,7 +144,7 @@ def _compiled(tokenizer: StructureTokenizer, kind: str, value: Any) -> LLMatcher
 
     def compile_grammar() -> LLMatcher:
         grammar = _GRAMMARS[kind](value)
-        if kind == "choice" and any(own in text for text in value for own in tokenizer.own_texts):
+        if kind == "choice" and any(own in text for own in tokenizer.own_texts for text in value):
             grammar = _UNFORCED + grammar
         return LLMatcher(tokenizer.inner, grammar, log_level=0, limits=_LIMITS.get(kind))
 
