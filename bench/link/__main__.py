@@ -21,11 +21,11 @@ from rich.table import Table
 
 from bench.link.measure import ECHO_SIZES, STREAM_SIZES, Figures, Transport, measure
 from bench.link.ray_objects import RayObjects, why_no_ray
-from bench.link.transports import Bare, Link, RingAlone, TlsLink, Zmq
+from bench.link.transports import Bare, Link, Relayed, RingAlone, TlsLink, Zmq
 from tests.support.network import Namespace, two_namespaces, why_no_namespaces
 
 TRANSPORTS: tuple[Transport, ...] = (
-    *(Bare(), Link(), TlsLink(), RingAlone()),
+    *(Bare(), Relayed(), Link(), TlsLink(), RingAlone()),
     *((Zmq(),) if importlib.util.find_spec("zmq") else ()),
 )
 

@@ -1,4 +1,8 @@
-"""The transports: ours, bare TCP as the limit for Python, ZMQ, and a ring without a network, which a link adds to."""
+"""The transports: ours, bare TCP as the limit for Python, ZMQ, and a ring without a network, which a link adds to.
+
+*With relays* is bare TCP with a process on each node that passes bytes on, as a link has: the least that such a process
+costs, in Python.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import numpy as np
@@ -23,11 +29,16 @@ RING_BYTES = 64 << 20
 SECRET = secrets.token_bytes(32)
 
 
+def cpu_s_of(process: ForkProcess) -> float:
+    """Return the CPU time of a process that runs."""
+    assert process.pid is not None
+    return time.clock_gettime(~process.pid << 3 | 2)  # its CPU clock
+
+
 class BareEnd:
     """The limit for Python: one ``sendmsg`` for each message, and ``recv_into`` until it is complete."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._buffer = memoryview(np.zeros(LARGEST + 16, np.uint8).data)
         self._header = bytes(16)
@@ -51,15 +62,62 @@ class BareEnd:
         self._socket.close()
 
 
+def connected(host: str, other: Connection, is_near: bool) -> socket.socket:
+    """Return this node's end of a TCP connection."""
+    if is_near:
+        connection = socket.create_connection(other.recv())
+    else:
+        with socket.create_server((host, 0)) as listener:
+            other.send(listener.getsockname())
+            connection = listener.accept()[0]
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
 class Bare:
     name = "bare TCP"
 
     def open(self, host: str, other: Connection, is_near: bool) -> End:
-        if is_near:
-            return BareEnd(socket.create_connection(other.recv()))
-        with socket.create_server((host, 0)) as listener:
-            other.send(listener.getsockname())
-            return BareEnd(listener.accept()[0])
+        return BareEnd(connected(host, other, is_near))
+
+
+class RelayedEnd(BareEnd):
+    """A Unix socket to a process of this node, which passes all bytes on to the other node, and back."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        ours, theirs = socket.socketpair()
+        self._process = fork.Process(target=self._relay, args=(theirs, connection))
+        self._process.start()
+        theirs.close()
+        connection.close()
+        super().__init__(ours)
+
+    @staticmethod
+    def _relay(here: socket.socket, there: socket.socket) -> None:
+        threading.Thread(target=pass_on, args=(there, here), daemon=True).start()
+        pass_on(here, there)
+
+    def cpu_s(self) -> float:
+        return cpu_s_of(self._process)
+
+    def close(self) -> None:
+        super().close()
+        self._process.kill()
+        self._process.join()
+
+
+def pass_on(source: socket.socket, target: socket.socket) -> None:
+    """Pass on what comes, until the source closes."""
+    buffer = memoryview(bytearray(1 << 20))
+    while size := source.recv_into(buffer):
+        target.sendall(buffer[:size])
+
+
+class Relayed:
+    name = "bare TCP, relays"
+
+    def open(self, host: str, other: Connection, is_near: bool) -> End:
+        return RelayedEnd(connected(host, other, is_near))
 
 
 class ZmqEnd:
@@ -179,8 +237,7 @@ class LinkEnd(RingEnd):
         pump.stop()
 
     def cpu_s(self) -> float:
-        assert self._process.pid is not None
-        return time.clock_gettime(~self._process.pid << 3 | 2)  # its CPU clock
+        return cpu_s_of(self._process)
 
     def close(self) -> None:
         super().close()

@@ -24,10 +24,12 @@ from bench.realtime.user import SESSION_ERRORS, Underrun, User, noise_below, rea
 
 STAGES = ("whisper", "llm", "acoustic", "vocoder")
 STANDBYS = tuple(f"stages.{stage}.standby=1" for stage in STAGES)
+WAITING = ("engine=bench.realtime.waiting:WaitingModel", "model=null", "options={}", "threads=1", "resumable=true")
 VARIANTS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "no deaths": (False, ()),
     "cold restart": (True, ()),
     "standby: 1": (True, STANDBYS),
+    "standby: 1, llm waits": (True, (*STANDBYS, *(f"stages.llm.{change}" for change in WAITING))),
 }
 """Whether stages are killed, and changes of the pipeline."""
 QUESTIONS = (
