@@ -24,6 +24,7 @@ from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
 from omni_actors.supervisor import devices
+from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.system import OmniSystem
 from omni_actors.system.control import Replies
 from omni_actors.system.weight_memory import WeightMemory
@@ -332,6 +333,101 @@ async def test_all_replicas_have_one_version_whatever_they_answer_after_the_time
         assert await omni.get_weight_version() == {"able": "0"}
 
 
+@pytest.mark.parametrize("kind", ["permanent", "temporary"])
+async def test_a_replica_raises_at_new_weights_after_the_timeout(file: Path, tmp_path: Path, kind: str) -> None:
+    """kind: of restart. The one that took them starts again in any case, as it is not to blame."""
+    raises = tmp_path / "raises"
+    async with opened(**{"restart.type": kind}) as omni:
+        pid = omni.health().stages["able"][1].pid or 0
+        freeze(pid)
+        await omni.start_weight_update()
+        await omni.update_weights(file, version=str(raises), stages=STAGES, timeout_s=0.0)
+        await until(lambda: any(part.accepted for part in omni._supervisor.desired.parts("able")))
+        raises.touch()
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: omni.health().stages["able"][0].generation == 2)
+        last = "ready" if kind == "permanent" else "failed"
+        await until(lambda: [each.state for each in omni.health().stages["able"]] == ["ready", last])
+        await omni.finish_weight_update()
+        assert await versions(omni) == {"0"}
+        assert await omni.get_weight_version() == {"able": "0"}
+
+
+def when_own_weights_are_sent(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], then: Callable[[], bool] = lambda: True
+) -> None:
+    """Act when the model's own weights were sent after one update, and wait until something holds before the rest."""
+    replies = OmniSystem._replies
+    sent = list[str]()
+
+    async def waits(self: OmniSystem, calls: Any, stages: Any) -> Replies:
+        sent.extend(call.capability for call in calls)
+        if sent.count("update_weights") != 2 * len(calls):
+            return await replies(self, calls, stages)
+        act()
+        found = await replies(self, calls, stages)
+        await until(then)
+        return found
+
+    monkeypatch.setattr(OmniSystem, "_replies", waits)
+
+
+async def test_a_replica_that_takes_new_weights_while_the_earlier_ones_are_sent_does_not_start_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, changed = contents_of(file)
+    os.truncate(file, 8)
+    async with opened() as omni:
+        pid = omni.health().stages["able"][1].pid or 0
+
+        def act() -> None:
+            restore(file, content, changed)
+            os.kill(pid, signal.SIGCONT)
+
+        when_own_weights_are_sent(monkeypatch, act)
+        freeze(pid)
+        await omni.update_weights(file, version="1", stages=STAGES, timeout_s=1.0)
+        assert generations(omni) == [1, 1]
+        assert await versions(omni) == {"0"}
+
+
+async def test_replicas_start_again_if_one_cannot_be_sent_the_earlier_weights(file: Path) -> None:
+    async with opened() as omni:
+        pid = omni.health().stages["able"][1].pid or 0
+        freeze(pid)
+        for number in range(MAX_CALLS - 1):
+            note = {"name": str(number), "text": "x"}
+            await omni.set_desired("note", note, key=str(number), stages=STAGES, timeout_s=0.0)
+        os.truncate(file, 8)
+        await omni.update_weights(file, version="1", stages=STAGES, timeout_s=1.0)
+        await until(lambda: generations(omni) == [2, 2])
+        assert await versions(omni) == {"0"}
+        assert len(omni._supervisor.desired.parts("able")) == MAX_CALLS - 1
+
+
+async def test_an_update_that_is_taken_back_while_earlier_weights_are_sent_is_not_sent(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = tmp_path / "second.safetensors"
+    second.write_bytes(b"")
+    async with opened() as omni:
+        pid = omni.health().stages["able"][1].pid or 0
+
+        def act() -> None:
+            os.truncate(file, 8)
+            os.kill(pid, signal.SIGCONT)
+
+        freeze(pid)
+        await omni.start_weight_update()
+        await omni.update_weights(file, version="1", stages=STAGES, timeout_s=0.0)
+        await until(lambda: any(part.accepted for part in omni._supervisor.desired.parts("able")))
+        when_own_weights_are_sent(monkeypatch, act, lambda: generations(omni) == [2, 1])
+        await omni.update_weights(second, version="2", stages=STAGES, timeout_s=1.0)
+        await omni.finish_weight_update()
+        assert await versions(omni) == {"0"}
+        assert await omni.get_weight_version() == {"able": "0"}
+
+
 async def test_an_update_ends_when_a_replica_that_had_no_worker_has_loaded_with_it(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,19 +439,19 @@ async def test_an_update_ends_when_a_replica_that_had_no_worker_has_loaded_with_
 
     async with opened(replicas=1) as omni, trio.open_nursery() as nursery:
         monkeypatch.setattr(devices, "wait_place", waits)
-        nursery.start_soon(omni.scale, "able", 2)
-        await until(lambda: len(omni._supervisor.replicas) == 2)
+        os.kill(omni.health().stages["able"][0].pid or 0, signal.SIGKILL)
+        await until(lambda: omni.health().stages["able"][0].generation == 2)
         replies: list[Any] = []
 
         async def update_weights() -> None:
             replies.extend((await omni.update_weights(file, version="1", stages=STAGES))["able"])
 
         nursery.start_soon(update_weights)
-        await until(lambda: any(part.accepted for part in omni._supervisor.desired.parts("able")))
+        await until(lambda: bool(omni._supervisor.desired.parts("able")))
         there.set()
         await until(lambda: bool(replies))
-        assert [type(reply.error) for reply in replies] == [type(None), WorkerLost]
-        assert generations(omni) == [1, 1]
+        assert [type(reply.error) for reply in replies] == [WorkerLost]
+        assert generations(omni) == [2]
         assert await versions(omni) == {"1"}
 
 
@@ -384,7 +480,7 @@ async def test_workers_may_wake_while_updates_are_merged(monkeypatch: pytest.Mon
 
 
 async def test_tensors_are_kept_while_a_worker_loads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two updates are one when the second one ends, but a replica that was added meanwhile loads both."""
+    """A replica that was added during an update of all weights loads the earlier ones, too."""
     write = WeightMemory.write
 
     async with opened(**{"replicas": 1, "options.load_s": 1.0}) as omni:
@@ -398,7 +494,7 @@ async def test_tensors_are_kept_while_a_worker_loads_them(monkeypatch: pytest.Mo
         monkeypatch.setattr(WeightMemory, "write", freezes)
         async with trio.open_nursery() as nursery:
             tensors = {"b": np.zeros(2, np.float32)}
-            nursery.start_soon(partial(omni.update_weights, tensors, version="part", stages=STAGES))
+            nursery.start_soon(partial(omni.update_weights, tensors, version="2", stages=STAGES))
             await until(lambda: len(omni._supervisor.desired.parts("able")) == 2)
             nursery.start_soon(omni.scale, "able", 2)
             added = Address("able", 1)

@@ -70,8 +70,8 @@ class PendingCall:
         """Until when the caller waits, on trio's clock."""
         self.on_refusal: Callable[[], None] = lambda: None
         """Called when the engine refuses the call, also after the deadline."""
-        self.on_end: Callable[[bool], None] = lambda accepted: None
-        """Called when the call ends, also after the deadline, with whether the worker has answered with a value."""
+        self.on_end: Callable[[Reply], None] = lambda reply: None
+        """Called when the call ends, also after the deadline."""
         self._reply: Reply | None = None
         self._ended = trio.Event()
 
@@ -83,7 +83,7 @@ class PendingCall:
     def end(self, reply: Reply) -> None:
         """Give the call its reply."""
         self._reply = reply
-        self.on_end(reply.error is None)
+        self.on_end(reply)
         self._ended.set()
 
     def lose(self, exit: WorkerExit | None, *, raised: bool = False) -> None:

@@ -21,7 +21,7 @@ import msgspec
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.messages import Address, Desired
-from omni_actors.supervisor.calls import MAX_CALLS, PendingCall
+from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply
 
 if TYPE_CHECKING:
     from omni_actors.supervisor.incarnation import Incarnation  # which imports this module
@@ -53,7 +53,7 @@ class Part:
     established: bool = False
     """Whether a worker that loaded has carried it out."""
     trying: Set[Incarnation] | None = None
-    """Those that loaded with it when an engine first raised at it, and still do; None: none has raised."""
+    """The incarnations that loaded with it when an engine first raised at it, and still do; None: none has raised."""
     taken_back: bool = False
 
     @property
@@ -71,16 +71,16 @@ class Part:
             self.unanswered.add(call.address)
             call.on_end = partial(self.note_end, call)
 
-    def note_end(self, call: PendingCall, accepted: bool) -> None:
-        """Note that a worker has answered, or answers no more. accepted: whether it has answered with a value."""
+    def note_end(self, call: PendingCall, reply: Reply) -> None:
+        """Note that a worker has answered, or answers no more."""
         self.unanswered.discard(call.address)
-        if accepted:
+        if reply.error is None:
             self.accepted.add((call.address, call.generation))
 
     def is_to_blame(self, raised: Incarnation, loading: Set[Incarnation]) -> bool:
         """Whether a part that no worker has carried out would end them all (rule 2).
 
-        raised: whose worker raised at it while it loaded. loading: those whose workers load with it.
+        raised: the incarnation whose worker raised at it while it loaded. loading: those whose workers load with it.
         """
         self.trying = (loading if self.trying is None else self.trying & loading) - {raised}
         return not (self.unanswered or self.trying)
@@ -117,11 +117,13 @@ class DesiredState:
         part = Part(stage=stage, desired=desired, key=key, before=before, number=next(self._numbers), size=size)
         parts = {**_without(earlier, part.name), part.name: part}
         if sum(max(value.size for value in _values(each)) for each in parts.values()) > LARGEST_DESIRED:
-            message = f"the desired state of stage {stage!r}, or what it was before, exceeds {LARGEST_DESIRED} bytes"
-            raise InvalidRequest(f"{capability}: {message}")
+            message = f"the desired state of stage {stage!r} exceeds {LARGEST_DESIRED} bytes"
+            raise InvalidRequest(f"{capability}: {message}, each part counted at its largest recent value")
         self._parts[stage] = parts
         *_, oldest = itertools.islice(_values(part), MAX_CALLS + 1)
-        if (kept := next((each for each in _values(oldest.before) if each.carried_out), None)) is not None:
+        if (
+            kept := next((each for each in _values(oldest.before) if each.carried_out and not each.taken_back), None)
+        ) is not None:
             kept.before = None
         oldest.before = kept
         return part

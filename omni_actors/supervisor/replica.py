@@ -152,11 +152,12 @@ class Replica:
             self.post(message)
         return pending
 
-    def kill(self, reason: str) -> None:
-        """Kill the current worker, for this reason. Harmless if it is dead already."""
+    def kill(self, reason: str, *, took_back: bool = False) -> None:
+        """Kill the current worker, for this reason. Harmless if it is dead already. took_back: see ``Incarnation``."""
         incarnation = self.incarnation
         if incarnation.over:
             return
+        incarnation.took_back |= took_back
         incarnation.reason = incarnation.reason or reason
         incarnation.stop()
         if incarnation.worker is not None:

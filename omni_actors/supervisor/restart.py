@@ -2,7 +2,8 @@
 
 Rules
 1. ``type`` selects the deaths that are followed by a restart: all (permanent), all except exit code 0 (transient), none
-   (temporary). A replica that is not restarted has failed.
+   (temporary). A replica that is not restarted has failed. A worker that ends because a part of its desired state was
+   taken back is followed by another one in any case, and by rule 3 it does not count.
 2. ``strategy`` selects the other workers that are restarted with the dead one: none (one_for_one), all workers of the
    downstream stages (rest_for_one), all workers (one_for_all). A temporary one among them is stopped, and has failed.
 3. After more than ``intensity`` restarts within ``period_s`` a replica is given up. Failed starts count, and while no

@@ -349,8 +349,7 @@ class Supervisor:
                 replica.note = note
                 self.changes.unpark_all()
             case messages.Ready() if any(part.taken_back for part in incarnation.parts):
-                incarnation.took_back = True
-                replica.kill("a part of its desired state was taken back while it loaded")
+                replica.kill("a part of its desired state was taken back while it loaded", took_back=True)
             case messages.Ready(load_s) if incarnation.state is IncarnationState.STARTING:
                 incarnation.advance(IncarnationEvent.READY)
                 incarnation.ready_at = trio.current_time()
@@ -376,7 +375,7 @@ class Supervisor:
         """Note why an engine has not loaded. number: of the part of its desired state at which it raised."""
         incarnation = replica.incarnation
         part = incarnation.parts[number] if number is not None and number < len(incarnation.parts) else None
-        if part is None or part.carried_out:
+        if part is None or (part.carried_out and not part.taken_back):
             incarnation.load_error = error
         elif part.taken_back or part.is_to_blame(incarnation, self._loading(part)):
             self.desired.take_back(part)
@@ -386,7 +385,7 @@ class Supervisor:
             incarnation.reason = f"{part.desired.capability} of its desired state: {error}"
 
     def _loading(self, part: Part) -> set[Incarnation]:
-        """Return those whose workers load with this part of the desired state."""
+        """Return the incarnations whose workers load with this part of the desired state."""
         incarnations = [each.incarnation for each in self.replicas.values()]
         return {each for each in incarnations if each.state is IncarnationState.STARTING and part in each.parts}
 

@@ -23,7 +23,7 @@ from typing import Any
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.errors import CallTimedOut, InvalidRequest, WorkerLost
+from omni_actors.errors import CallTimedOut, InvalidRequest, OmniError, Unsupported, WorkerLost
 from omni_actors.protocol.messages import FIRST_VERSION, Address
 from omni_actors.supervisor.calls import PendingCall, Reply
 from omni_actors.supervisor.desired_state import Part
@@ -113,8 +113,8 @@ class WeightControl(Control):
         Returns:
             The reply of each replica: the number of tensors that were ``updated``, and whether these were all
             (``complete``). If a stage's replica refused them, its engine raised, or its workers died at them twice, the
-            stage has its earlier weights (see ``get_weight_version``); so it has if a replica refuses them after
-            ``timeout_s``, and those that have taken them by then start again. If the requests did not end in time, the
+            stage has its earlier weights (see ``get_weight_version``); so it has if that happens after ``timeout_s``,
+            and those that have taken them by then start again. If the requests did not end in time, the
             replies are ``CallTimedOut``, and nothing has changed.
 
         Raises InvalidRequest: an argument is wrong, or there are no such files; nothing has changed. TooManyCalls: a
@@ -220,7 +220,11 @@ class WeightControl(Control):
     async def _update(self, stages: Collection[str], arguments: dict[str, Any], timeout_s: float) -> Replies:
         key = _key(arguments)
         asked = dict(self._supervisor.replicas)  # scaling changes them while their replies are waited for
-        before = {each: asked[each].generation for each in asked if asked[each].state is not ReplicaState.FAILED}
+        before = {  # the generations of those that can show whether new weights end a worker
+            address: replica.generation
+            for address, replica in asked.items()
+            if replica.state is not ReplicaState.FAILED and replica.load_s is not None
+        }
         chosen = self._stages(stages)
         calls, parts = self._begin_change(CAPABILITY, arguments, key, chosen, timeout_s)
         replies = await self._replies(calls, chosen)
@@ -241,17 +245,19 @@ class WeightControl(Control):
                 self._supervisor.desired.keep_only(stage, CAPABILITY, key)
         return replies
 
-    def _on_late_end(self, part: Part, call: PendingCall, accepted: bool) -> None:
+    def _on_late_end(self, part: Part, call: PendingCall, reply: Reply) -> None:
         """Handle an answer after the timeout. If a replica has refused new weights, those that took them start again.
 
-        Those that load with them do so when they are ready (see ``Supervisor``).
+        Replicas that load with them do so when they are ready (see ``Supervisor``).
         """
-        part.note_end(call, accepted)
+        part.note_end(call, reply)
+        if _failed(reply):
+            self._supervisor.desired.take_back(part)
         for replica in self._supervisor.replicas.values() if part.taken_back else ():
             incarnation, worker = replica.incarnation, (replica.address, replica.generation)
             has_them = part in incarnation.parts or worker in part.accepted
             if has_them and incarnation.state is IncarnationState.READY:
-                replica.kill("another replica has refused its new weights")
+                replica.kill("another replica has refused its new weights", took_back=True)
 
     async def _die_again(self, part: Part, lost: Mapping[Address, int], timeout_s: float) -> bool:
         """Wait until each replica has a ready worker again, or is removed; return whether one died first, or failed.
@@ -304,7 +310,7 @@ class WeightControl(Control):
     def _last_updates(self, stage: str) -> list[Part]:
         """Return the last two updates of a stage if they can be one: workers have carried out both or none.
 
-        [] while a worker loads with one of them, since that may carry it out.
+        [] while a worker loads with one of them, since that worker may carry it out.
         """
         updates = [each for each in self._supervisor.desired.parts(stage) if each.desired.capability == CAPABILITY][-2:]
         loading = {part for incarnation in self._starting() for part in incarnation.parts}
@@ -313,7 +319,7 @@ class WeightControl(Control):
         return updates
 
     def _starting(self) -> list[Incarnation]:
-        """Return those whose workers start or load."""
+        """Return the incarnations whose workers start or load."""
         incarnations = [replica.incarnation for replica in self._supervisor.replicas.values()]
         return [each for each in incarnations if each.state is IncarnationState.STARTING]
 
@@ -336,17 +342,29 @@ class WeightControl(Control):
         return {file for part in desired if part.capability == CAPABILITY for file in part.arguments["files"]}
 
     async def _restore(self, stage: str, timeout_s: float) -> None:
-        """Give every replica of a stage the weights of its desired state again, the model's own ones first."""
+        """Give every replica of a stage the weights of its desired state again. Those that do not take them restart."""
+        try:
+            await self._give_back(stage, timeout_s)
+        except OmniError as error:
+            for address, replica in self._supervisor.replicas.items():
+                if address.stage == stage:
+                    replica.kill(f"its earlier weights cannot be sent: {error}", took_back=True)
+
+    async def _give_back(self, stage: str, timeout_s: float) -> None:
+        """As ``_restore``: the model's own weights, then each update. Raises InvalidRequest, TooManyCalls."""
         model, folder = self._models.get(stage), self.pipeline.spec(stage).checkpoint_folder
         own = {"files": {} if model is None else await trio.to_thread.run_sync(_files, model / folder), "version": None}
-        wanted = [part.arguments for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
-        for arguments in (own, *wanted):
+        updates = [each for each in self._supervisor.desired.parts(stage) if each.desired.capability == CAPABILITY]
+        for update in (None, *updates):
+            if update is not None and update.taken_back:
+                continue  # while the replies to the ones before it were waited for
+            arguments = own if update is None else update.desired.arguments
             calls = self._begin_calls(CAPABILITY, arguments, [stage], timeout_s, changes_state=True)
             for call, reply in zip(calls, (await self._replies(calls, [stage]))[stage], strict=True):
-                if reply.error is None or isinstance(reply.error, WorkerLost):
-                    continue  # a later worker gets them
+                if reply.error is None or isinstance(reply.error, WorkerLost | Unsupported):
+                    continue  # a later worker gets them, or it has no other ones
                 if (replica := self._supervisor.replicas.get(call.address)) is not None:
-                    replica.kill(f"its earlier weights are not back: {reply.error}")
+                    replica.kill(f"its earlier weights are not back: {reply.error}", took_back=True)
 
     def _all_timed_out(self, stages: Collection[str], timeout_s: float) -> Replies:
         """Return the replies of an update that no worker was asked for."""

@@ -78,7 +78,9 @@ def test_the_newest_value_comes_back_that_was_not_taken_back() -> None:
 def test_a_value_that_a_worker_has_carried_out_is_not_forgotten_for_later_ones() -> None:
     state = DesiredState()
     first, second = (state.set("stage", "weights", {"value": value}) for value in (1, 2))
-    first.established = second.established = True
+    third = state.set("stage", "weights", {"value": 3})
+    first.established = second.established = third.established = True
+    state.take_back(third)
     later = [state.set("stage", "weights", {"value": value}) for value in range(3, 2 * MAX_CALLS)]
     for part in later:
         state.take_back(part)

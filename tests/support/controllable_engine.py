@@ -17,7 +17,10 @@ SLEEPING_BYTES = 64 * 1024 * 1024
 
 
 class ControllableEcho(EchoEngine):
-    """Remembers notes by name, and fails on request. A note may be the path of a file that has it."""
+    """Remembers notes by name, and fails on request. A note may be the path of a file that has it.
+
+    New weights with the version "poison", or with the path of a file that exists, end the worker.
+    """
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
@@ -44,7 +47,7 @@ class ControllableEcho(EchoEngine):
         return text
 
     def _take_weights(self, files: Mapping[str, tuple[int, int]], version: str | None) -> dict[str, Any]:
-        if version == "poison":
+        if version == "poison" or (version and version.startswith("/") and Path(version).exists()):
             raise RuntimeError("the weights asked for a crash")
         if version == "large":  # as the kernel does when memory runs out
             os.kill(os.getpid(), signal.SIGKILL)

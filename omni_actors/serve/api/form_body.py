@@ -4,7 +4,7 @@ Rules
 1. The parser gets the body in slices, with a checkpoint between them.
 2. The files stay in memory: ``max_body_bytes`` limits their size, and their ticket counts them already.
 3. A part with the name of the files is a file, also without a ``filename``: RFC 7578 does not require one. It forbids
-   ``filename*``, and the parser ignores that.
+   ``filename*``, and the parser ignores it.
 4. Names and values are UTF-8, as RFC 7578 recommends. A ``charset`` in the content type has no effect.
 """
 

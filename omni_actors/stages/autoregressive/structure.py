@@ -49,7 +49,7 @@ takes 4 of them."""
 
 _UNFORCED = '%llguidance {"no_forcing": true}\n'
 """At the beginning of a grammar: the model chooses the tokens of text that has no alternative. By default llguidance
-takes the tokenizer's, which has a token of its own for the text of a control token, and that is not text."""
+demands the tokenizer's own tokens. For the text of a control token that is the control token, which is not text."""
 
 
 def _schema(given: Any) -> str:
@@ -94,7 +94,7 @@ class StructureTokenizer:
         self._tokenizer = tokenizer
 
     @property
-    def own_texts(self) -> list[str]:
+    def added_texts(self) -> list[str]:
         """The texts for which the tokenizer has a token of its own, control tokens among them."""
         return [str(token) for token in self._tokenizer.added_tokens_decoder.values()]
 
@@ -144,8 +144,10 @@ def _compiled(tokenizer: StructureTokenizer, kind: str, value: Any) -> LLMatcher
 
     def compile_grammar() -> LLMatcher:
         grammar = _GRAMMARS[kind](value)
-        if kind == "choice" and any(own in text for own in tokenizer.own_texts for text in value):
-            grammar = _UNFORCED + grammar
+        if kind == "choice":
+            texts = "\n".join(value)
+            if any(added in texts for added in tokenizer.added_texts):
+                grammar = _UNFORCED + grammar
         return LLMatcher(tokenizer.inner, grammar, log_level=0, limits=_LIMITS.get(kind))
 
     with ThreadPoolExecutor(1) as executor:

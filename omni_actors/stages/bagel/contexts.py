@@ -45,7 +45,7 @@ class Contexts(msgspec.Struct, frozen=True, kw_only=True):
     states: KeyValues
     """The keys and values of the full context."""
     imageless_states: KeyValues | None
-    """None: the imageless context is a prefix of the full one, as one without a text is, which is empty."""
+    """None: the imageless context is a prefix of the full one. Without a text it is empty."""
     edits: bool
     """Whether the request has a picture."""
     width: int
