@@ -197,7 +197,7 @@ async def test_a_mailbox_that_is_full_when_another_worker_restarts_ends_that_wor
         while (room := mailbox._capacity - mailbox._out_send.statistics().current_buffer_used) > 0:
             for _ in range(room):
                 mailbox.post(Abort(0))
-            await trio.sleep(0.02)  # the writer delays delivery, then fills the socket
+            await trio.testing.wait_all_tasks_blocked()  # the writer has filled the socket
     os.kill(pid_of(omni, "first"), signal.SIGKILL)
     for stage, generation in before.items():
         await wait_restarted(omni, stage, generation + 1)
