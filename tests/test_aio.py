@@ -256,15 +256,22 @@ def test_closing_ends_what_waits_and_every_later_call() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("turns", [0, 1, 50])
-def test_cancelling_while_it_opens_leaves_nothing(turns: int) -> None:
+@pytest.mark.parametrize("moment", ["at once", "after a turn", "while a worker loads"])
+def test_cancelling_while_it_opens_leaves_nothing(moment: str) -> None:
+    process = psutil.Process()
+    before = len(process.children())
+
     async def test() -> None:
-        opening = asyncio.ensure_future(_entered(AsyncOmni.open(endless_answers.pipeline())))
-        for _ in range(turns):
-            await asyncio.sleep(0.001)
+        never_ready = {f"stages.{stage}.options.load_s": 3600.0 for stage in ("short", "endless")}
+        opening = asyncio.ensure_future(_entered(AsyncOmni.open(endless_answers.pipeline(), overrides=never_ready)))
+        if moment == "after a turn":
+            await asyncio.sleep(0)
+        elif moment == "while a worker loads":
+            await until(lambda: len(process.children()) > before)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
+        assert len(process.children()) == before
 
     threads = threading.active_count()
     run(test)
