@@ -21,7 +21,7 @@ SLOW = ("-s", "stages.mind.options.fan_out=100", "-s", "stages.mind.options.step
 """Answers that last for seconds."""
 
 WATCH = """
-window.seen = {sent: [], events: [], received: [], held: [], sockets: 0, streams: [], prompts: []};
+window.seen = {sent: [], events: [], received: [], held: [], sockets: 0, streams: [], prompts: [], pieces: 0};
 const {send} = WebSocket.prototype;
 WebSocket.prototype.send = function (data) {
   seen.socket = this;
@@ -40,6 +40,12 @@ window.WebSocket = class extends WebSocket {
     };
   }
 };
+window.AudioWorkletNode = class extends AudioWorkletNode {
+  constructor(...args) {
+    super(...args);
+    this.port.addEventListener("message", () => { seen.pieces += 1; });
+  }
+};
 const devices = navigator.mediaDevices, open = devices.getUserMedia.bind(devices);
 devices.getUserMedia = async (wanted) => {
   if (window.asks) await new Promise((resolve, reject) => seen.prompts.push({resolve, reject}));
@@ -48,8 +54,8 @@ devices.getUserMedia = async (wanted) => {
   return stream;
 };
 """
-"""Notes what the page opens, sends and receives. With ``asks``, the microphone waits for an answer, as at a browser's
-prompt. With ``holds``, what the server sends waits in ``held``."""
+"""Notes what the page opens, sends and receives, and counts the pieces of sound that it gets. With ``asks``, the
+microphone waits for an answer, as at a browser's prompt. With ``holds``, what the server sends waits in ``held``."""
 
 OPEN_MICROPHONES = "seen.streams.filter((each) => each.getTracks().some((track) => track.readyState === 'live')).length"
 BUTTON = "document.querySelector('.mic').innerText"
@@ -101,7 +107,8 @@ def test_a_key_released_during_the_prompt_sends_no_sound_afterwards(page: Page) 
     page.key_up(" ", "Space")
     answer(page, allows=True)
     wait_sent(page, "session.update")
-    page.evaluate("new Promise((resolve) => setTimeout(resolve, 300))")  # time for seven pieces of sound
+    page.wait(f"{MODE}.then((mode) => mode === 'push')")
+    page.wait("seen.pieces >= 7")
     assert page.evaluate(BUTTON) == "Hold to talk"
     assert sent(page) == ["session.update"]
 
