@@ -11,7 +11,7 @@ from ringbuf import CudaFailed, Ring
 from tests.ringbuf.descriptors import descriptors
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch brings a CUDA runtime")
