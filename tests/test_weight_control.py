@@ -208,11 +208,13 @@ async def test_weights_at_which_workers_are_killed_are_taken_back(file: Path) ->
 
 async def test_a_worker_that_dies_once_during_an_update_gets_the_new_weights(file: Path) -> None:
     async with opened() as omni:
+        frozen = omni._supervisor.replicas[Address("able", 0)]
         pid = omni.health().stages["able"][0].pid or 0
         freeze(pid)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(update, omni, file, "2")
-            await trio.testing.wait_all_tasks_blocked(0.05)
+            while not frozen.incarnation.calls.remaining_s():  # noqa: ASYNC110 - no event announces that it is called
+                await trio.sleep(0.001)
             os.kill(pid, signal.SIGKILL)
         assert await omni.get_weight_version() == {"able": "2"}
         assert await versions(omni) == {"2"}
