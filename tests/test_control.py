@@ -20,6 +20,7 @@ from omni_actors.config import Stage
 from omni_actors.errors import Aborted, CallTimedOut, InvalidRequest, StageFailed, TooManyCalls, WorkerLost
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.system import OmniSystem
 from omni_actors.system.control import PAUSE_MODES
@@ -319,16 +320,39 @@ async def test_new_requests_wait_while_generation_is_paused() -> None:
 
 
 async def test_a_kept_request_goes_on_exactly_where_it_was_also_after_a_death() -> None:
+    """The pause finds a worker that has got all its input, and has made one output."""
     async with opened() as omni:
-        running = omni.submit({"script": [Input({"text": str(each)}) for each in range(200)]}, ("text",))
+        send, receive = trio.open_memory_channel[Input](200)
+        running = omni.submit({"script": receive}, ("text",))
+        send.send_nowait(Input({"text": "0"}))
         first = await running.__anext__()
-        replies = await omni.pause_generation("keep")
+        pid, able = pid_of(omni, "able"), omni._supervisor.replicas[Address("able", 0)]
+        freeze(pid)
+        for each in range(1, 200):
+            send.send_nowait(Input({"text": str(each)}))
+        send.close()
+        request = running.stream.request
+        while "plain" not in request.stats:  # noqa: ASYNC110 - no event announces that the first stage has sent all
+            await trio.sleep(0.001)
+        replies = dict[str, list[Reply]]()
+
+        async def pause() -> None:
+            replies.update(await omni.pause_generation("keep"))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pause)
+            while not able.incarnation.calls.remaining_s():  # noqa: ASYNC110 - no event announces the call
+                await trio.sleep(0.001)
+            os.kill(pid, signal.SIGCONT)
         assert {reply.error for each in replies.values() for reply in each} == {None}
-        await trio.testing.wait_all_tasks_blocked(0.1)
-        pieces = len(running.stream.request.pieces)
-        os.kill(pid_of(omni, "able"), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         await wait_generation(omni, 0, 2)
-        await trio.testing.wait_all_tasks_blocked(0.1)
-        assert len(running.stream.request.pieces) == pieces, "a worker that starts meanwhile is frozen too"
+        while (await omni.call("active", stages=["able"]))["able"][0].result() == []:
+            pass
+        await omni.call("worker_status")  # the first stage has sent its outputs again
+        for _ in range(20):  # turns, in each of which a worker makes a step unless it is frozen
+            await omni.call("worker_status", stages=["able"])
+        await trio.testing.wait_all_tasks_blocked()
+        assert not request.pieces, "a worker that starts meanwhile is frozen too"
         await omni.resume_generation()
         assert f"{first.delta}{await running.text()}" == "".join(map(str, range(200)))
