@@ -141,19 +141,23 @@ def test_the_generator_measures_itself(tmp_path: Path) -> None:
     assert found["generator_cpu_s_per_request"] > 0
 
 
+PLOTTED = ("--self-test", *FEW, "--max-tokens", "2", "--plot")
+
+
 def test_a_plot_needs_matplotlib_and_says_so_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("--self-test", *FEW, "--max-tokens", "2", "--plot", str(tmp_path / "plot.svg"))
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)
-        result = invoke(*arguments)
-        assert result.exit_code == 2
-        assert "pip install 'omni-actors[bench]'" in result.stderr
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = invoke(*PLOTTED, str(tmp_path / "plot.svg"))
+    assert result.exit_code == 2
+    assert "pip install 'omni-actors[bench]'" in result.stderr
+
+
+def test_a_plot_is_written_in_the_format_of_its_name(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
-    assert invoke(*arguments).exit_code == 0
+    assert invoke(*PLOTTED, str(tmp_path / "plot.svg")).exit_code == 0
     assert "<svg" in (tmp_path / "plot.svg").read_text()
-    assert invoke(*arguments[:-1], str(tmp_path / "figures")).exit_code == 0
+    assert invoke(*PLOTTED, str(tmp_path / "figures")).exit_code == 0
     assert (tmp_path / "figures.png").exists()
-    unknown = invoke(*arguments[:-1], str(tmp_path / "plot.xyz"))
+    unknown = invoke(*PLOTTED, str(tmp_path / "plot.xyz"))
     assert unknown.exit_code == 2
     assert "plot.xyz: accepted are" in unknown.stderr
     assert unknown.stdout == "", "it is said before the run"
