@@ -36,8 +36,8 @@ from omni_actors.cluster.placements import Placements
 from omni_actors.cluster.spawner import open_cluster
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.config import Cluster
-from tests.support.network import Namespace, namespaces, why_no_namespaces
-from tests.support.slow_lines import slow_lines
+from tests.support.network import Namespace, namespaces
+from tests.support.slow_lines import slow_lines, why_no_slow_lines
 
 ONE = "one machine"
 LAYOUTS: dict[str, dict[str, dict[str, str]]] = {
@@ -209,7 +209,7 @@ def _cell(rounds: Sequence[Round], layout: str, field: str, factor: float, unit:
 @click.option("--markdown", "markdown_file", type=click.Path(path_type=Path), help="Write the table there.")
 def main(kinds: Sequence[str], rounds: int, json_file: Path | None, markdown_file: Path | None) -> None:
     """Measure pipelines on one machine beside two and three network namespaces, on lines with delays and limits."""
-    if (why := why_no_namespaces()) is not None:
+    if (why := why_no_slow_lines()) is not None:
         raise click.ClickException(why)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # no namespace is left then either
     if not (grouped := CPU_GROUPS.is_dir()):

@@ -199,6 +199,15 @@ def needs_namespaces() -> None:
 
 
 @pytest.fixture(scope="session")
+def needs_slow_lines() -> None:
+    """Skip a test that needs lines with a delay between network namespaces where they cannot be made."""
+    from tests.support.slow_lines import why_no_slow_lines
+
+    if (why := why_no_slow_lines()) is not None:
+        pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
 def needs_cuts() -> None:
     """Skip a test that cuts connections of other processes where that is not allowed."""
     from omni_actors.stress import cuts

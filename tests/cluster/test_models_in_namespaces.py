@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.timeout(400),
-    pytest.mark.usefixtures("needs_namespaces"),
+    pytest.mark.usefixtures("needs_slow_lines"),
 ]
 WATCHDOG_S = 120.0
 OMNI = {

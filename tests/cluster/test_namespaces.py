@@ -158,6 +158,7 @@ def test_a_slow_line_carries_everything(nodes: tuple[Namespace, Namespace]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("needs_slow_lines")
 def test_lines_with_a_delay_carry_everything_and_the_old_way_is_back_behind_them() -> None:
     with namespaces(3) as nodes, link_between((nodes[1], nodes[2]), silent_s=15.0) as (made, losses):
         with slow_lines(nodes, 0.02, 40_000_000):

@@ -26,11 +26,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from tests.support.network import Namespace
+from tests.support.network import Namespace, why_no_namespaces
 
 MOST_BYTES = 8 << 20
 END_S = 10.0
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+
+
+def why_no_slow_lines() -> str | None:
+    """Return why lines cannot be slow here; None if they can."""
+    if (why := why_no_namespaces()) is not None:
+        return why
+    return None if os.path.exists("/dev/net/tun") else "lines that delay need /dev/net/tun"
 
 
 @contextmanager
