@@ -95,8 +95,8 @@ class Incarnation:
         self.parts: Sequence[Part] = ()
         """The parts of the desired state that its worker was configured with."""
         self.took_back = False
-        """Whether it ends because a part of the desired state was taken back. The replica then starts again in any case,
-        and that does not count against its intensity."""
+        """Whether it ends because a part of the desired state was taken back. The replica then starts again in any
+        case, and that does not count against its intensity."""
         self.load_error: str | None = None
         self.start_error: OmniError | None = None
         """Why no process was started for it."""

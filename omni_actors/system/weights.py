@@ -113,9 +113,9 @@ class WeightControl(Control):
         Returns:
             The reply of each replica: the number of tensors that were ``updated``, and whether these were all
             (``complete``). If a stage's replica refused them, its engine raised, or its workers died at them twice, the
-            stage has its earlier weights (see ``get_weight_version``); so it has if that happens after ``timeout_s``, and
-            those that have taken them by then start again. If the requests did not end in time, the replies are
-            ``CallTimedOut``, and nothing has changed.
+            stage has its earlier weights (see ``get_weight_version``). So it has if that happens after ``timeout_s``;
+            the replicas that have taken them by then start again. If the requests did not end in time, the replies
+            are ``CallTimedOut``, and nothing has changed.
 
         Raises InvalidRequest: an argument is wrong, or there are no such files; nothing has changed. TooManyCalls: a
         worker has many changes of its state to answer; nothing has changed. A call that is cancelled while it waits for
