@@ -27,8 +27,6 @@ from omni_actors.serve.settings import ServerSettings
 from tests.support.http_server import NO_TLS, WATCHDOG_S
 from tests.support.served_engines import REFUSED_S
 
-pytestmark = pytest.mark.slow
-
 CONFIG = """\
 name: studio
 limits: {deadline_s: 0.5}
@@ -83,6 +81,7 @@ async def kept_after(request: Callable[[], int]) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.slow
 async def test_a_request_that_an_engine_refuses_is_freed(url: str, stream: bool) -> None:
     asked = {**REFUSED, "stream": stream}
     assert await kept_after(lambda: post(url, "/v1/chat/completions", json=asked)) == (400, [])
@@ -90,6 +89,7 @@ async def test_a_request_that_an_engine_refuses_is_freed(url: str, stream: bool)
     assert await kept_after(lambda: post(url, "/v1/responses", json=body)) == (400, [])
 
 
+@pytest.mark.slow
 async def test_a_recording_that_an_engine_refuses_is_freed(url: str, recording: Callable[..., bytes]) -> None:
     form: dict[str, Any] = {"data": {"model": "studio"}, "files": {"file": ("a.wav", recording(REFUSED_S))}}
     assert await kept_after(lambda: post(url, "/v1/audio/transcriptions", **form)) == (400, [])
@@ -102,6 +102,7 @@ async def test_a_request_that_the_server_refuses_is_freed(url: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+@pytest.mark.slow
 async def test_a_body_that_is_too_large_is_freed(url: str, path: str) -> None:
     """The error was in a frame that its traceback kept, beside the body."""
     pieces = (b"x" * (1 << 20) for _ in range(40))
@@ -109,6 +110,7 @@ async def test_a_body_that_is_too_large_is_freed(url: str, path: str) -> None:
     assert [found for found in gc.get_objects() if isinstance(found, HTTPError)] == []
 
 
+@pytest.mark.slow
 def test_errors_that_caused_each_other_are_forgotten() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__context__ = second, first
@@ -120,6 +122,7 @@ def test_errors_that_caused_each_other_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("format", ["mp3", "flac"])
+@pytest.mark.slow
 async def test_speech_that_its_deadline_cuts_is_freed(url: str, format: str) -> None:
     """A stream is cut, and flac is refused as a whole."""
     asked = {"model": "studio", "input": "la " * 1000, "response_format": format}

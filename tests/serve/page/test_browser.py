@@ -16,10 +16,7 @@ import soundfile
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import Server, Start
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine"),
-]
+pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
 
 FIRST_PAINT_MS = 300
 PAINT_WATCHDOG_MS = 10_000
@@ -80,6 +77,7 @@ LISTENED_S = "parseFloat(document.querySelector('.mic').innerText.replace(/[^0-9
 """For how many seconds the page has listened, as the button says."""
 
 
+@pytest.mark.slow
 def test_push_to_talk_sends_what_the_microphone_hears(studio: Server) -> None:
     with open_page() as page:  # its microphone beeps
         page.open(studio.url)
