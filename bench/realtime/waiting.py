@@ -15,54 +15,13 @@ from omni_actors.stages.base import Chunk, StageContext, StageOutput, StageReque
 from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.sources import OpenSources
 
-ANSWER = [
-    "The",
-    "honey",
-    "bee",
-    "lives",
-    "in",
-    "a",
-    "large",
-    "colony",
-    "with",
-    "one",
-    "queen.",
-    "In",
-    "the",
-    "summer",
-    "it",
-    "flies",
-    "from",
-    "flower",
-    "to",
-    "flower",
-    "and",
-    "drinks",
-    "nectar.",
-    "The",
-    "bees",
-    "in",
-    "the",
-    "hive",
-    "turn",
-    "the",
-    "nectar",
-    "into",
-    "honey,",
-    "and",
-    "they",
-    "keep",
-    "it",
-    "in",
-    "cells",
-    "of",
-    "wax",
-    "for",
-    "the",
-    "winter.",
-]
+ANSWER = (
+    "The honey bee lives in a large colony with one queen. In the summer it flies from flower to flower and drinks"
+    " nectar. The bees in the hive turn the nectar into honey, and they keep it in cells of wax for the winter."
+)
+WORDS = ANSWER.split()
 STEP_S = 0.05
-"""The time that SmolLM2 135M takes for a token on one core."""
+"""About the median time between two tokens of SmolLM2 135M while two answers are read (``docs/benchmarks.md``)."""
 
 
 class _Asked(msgspec.Struct):
@@ -94,9 +53,9 @@ class WaitingModel(PausableEngine[_Asked]):
         for number, asked in list(self._requests.items()):
             if not asked.ready:
                 continue
-            for word in ANSWER[asked.said : max(asked.known, asked.said + 1)]:
+            for word in WORDS[asked.said : max(asked.known, asked.said + 1)]:
                 asked.said += 1
-                last = asked.said == len(ANSWER)
+                last = asked.said == len(WORDS)
                 if last:
                     del self._requests[number]
                 yield StageOutput(number, {}, {"text": f" {word}"}, last, decisions=(asked.said,))

@@ -121,9 +121,8 @@ class DesiredState:
             raise InvalidRequest(f"{capability}: {message}, each part counted at its largest recent value")
         self._parts[stage] = parts
         *_, oldest = itertools.islice(_values(part), MAX_CALLS + 1)
-        if (
-            kept := next((each for each in _values(oldest.before) if each.carried_out and not each.taken_back), None)
-        ) is not None:
+        kept = next((each for each in _values(oldest.before) if each.carried_out and not each.taken_back), None)
+        if kept is not None:
             kept.before = None
         oldest.before = kept
         return part
