@@ -113,8 +113,8 @@ class StageTimes(msgspec.Struct, frozen=True):
     Attributes:
         started_s: The engine started the request.
         first_input_s: The stage received its first chunk; None if it received none.
-        first_output_s: The stage sent its first chunk; None if it sent none.
-        finished_s: The stage sent its last chunk.
+        first_output_s: The stage made its first chunk; None if it made none.
+        finished_s: The stage made its last chunk.
         step_s: Duration of the engine's steps during the request. Requests of one batch share their steps.
         chunks: Number of chunks that the stage sent.
         sent_bytes: Bytes that the stage sent, by consumer ("talker.0", "client.0").

@@ -132,9 +132,10 @@ class ActiveRequest:
         """Send no more outputs to ``stage``."""
         self.targets = tuple(target for target in self.targets if target.stage != stage)
 
-    def stats(self, stage: str, step_s: float) -> StageStats:
-        """Return the request's statistics as of now, when it finishes in ``stage``.
+    def stats(self, stage: str, finished: float, step_s: float) -> StageStats:
+        """Return the statistics of a request that has finished in ``stage``.
 
+        finished: when its last output was made, before it was sent; a stage below takes it later.
         step_s: the seconds of all steps that the worker has made.
         """
         return StageStats(
@@ -142,7 +143,7 @@ class ActiveRequest:
             started=self.started,
             first_input=self.first_input,
             first_output=self.first_output,
-            finished=time.monotonic(),
+            finished=finished,
             step_s=step_s - self._step_s_before,
             chunks=self.seq,
             sent_bytes=self.sent_bytes,

@@ -319,6 +319,7 @@ class EngineLoop:
         self._step_s += time.monotonic() - began
 
     def _emit(self, output: base.StageOutput, step_began: float) -> None:
+        made = time.monotonic()
         active = self._active[output.request_id]
         header = chunks.ChunkHeader(
             request=output.request_id,
@@ -335,7 +336,7 @@ class EngineLoop:
         encoded = outgoing.encode(header, {**output.tensors, **downstream}, kept=kept, arena=arena)
         active.seq += 1
         if active.first_output is None and header.seq >= active.first_needed:
-            active.first_output = time.monotonic()
+            active.first_output = made
         for request, why in self._retention.add(output.request_id, encoded):
             self._control.add(messages.Unreplayable(request, why, needed=False))
         for target in active.targets:
@@ -355,7 +356,7 @@ class EngineLoop:
             self._checkpoints.forget(output.request_id)
             if active.has_journals:
                 self._finished[output.request_id] = active
-            stats = active.stats(self._address.stage, self._step_s + time.monotonic() - step_began)
+            stats = active.stats(self._address.stage, made, self._step_s + time.monotonic() - step_began)
             self._control.add(messages.Finished(output.request_id, stats))
 
     def _arena_for(self, active: ActiveRequest) -> Arena | None:

@@ -11,6 +11,7 @@ import itertools
 import os
 import signal
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,8 @@ ENGINES = """
 
     class Mortal(EchoEngine):
         '''data["dies"]: (stage, where, marker); where: "feed", "before" or "after" an output, or at the "end".
-        data["fickle"]: the output contains the process id, so that a replay differs.'''
+        data["fickle"]: the output contains the process id, so that a replay differs.
+        data["held"]: the first stage holds its last output back until a writer opens this named pipe.'''
 
         def feed(self, request_id, chunk):
             self.die_if_due(chunk.data, "feed")
@@ -52,6 +54,8 @@ ENGINES = """
                 if "fickle" in output.data:
                     data = {**output.data, "pid": os.getpid()}
                     output = StageOutput(output.request_id, output.tensors, data, output.last)
+                if output.last and self._stage == "first" and "held" in output.data:
+                    open(output.data["held"]).close()
                 yield output
                 self.die_if_due(output.data, "after")
                 if output.last:
@@ -89,10 +93,16 @@ def dies(at: int, stage: str, where: str) -> tuple[int, str, str, str]:
     return at, stage, where, os.path.join(os.environ["MARKERS"], str(next(_numbers)))
 
 
-def ask(omni: OmniSystem, *deaths: tuple[int, str, str, str], size: int = 0, **arguments: Any) -> Generation:
-    """Submit a request. size: bytes of a tensor in each piece."""
+def ask(
+    omni: OmniSystem,
+    *deaths: tuple[int, str, str, str],
+    size: int = 0,
+    data: Mapping[str, Any] = MappingProxyType({}),
+    **arguments: Any,
+) -> Generation:
+    """Submit a request. size: bytes of a tensor in each piece. data: more data of each piece."""
     pieces = [
-        Input({"n": n, "dies": [where for at, *where in deaths if at == n]}, {"x": np.zeros(size, np.uint8)})
+        Input({"n": n, "dies": [where for at, *where in deaths if at == n], **data}, {"x": np.zeros(size, np.uint8)})
         for n in range(PIECES)
     ]
     return omni.submit({"script": pieces}, arguments.pop("modalities", ("text", "audio")), **arguments)

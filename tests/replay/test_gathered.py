@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import trio
 
 from omni_actors.system import OmniSystem
-from tests.replay.mortal import PIECES, STAGES, ask, check_exact, dies, generations, pipeline, wait_restarted
+from tests.replay.mortal import FAN_OUT, PIECES, STAGES, ask, check_exact, dies, generations, pipeline, wait_restarted
 from tests.support.echo_systems import read
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
@@ -22,16 +24,25 @@ def shared_system(fixture_processes: set[int], markers: Path) -> Iterator[Shared
         yield shared_system
 
 
-@with_shared_system
-async def test_a_stage_begins_when_its_input_is_complete(omni: OmniSystem) -> None:
-    generation = ask(omni)
-    outputs = await read(generation)
-    check_exact(generation, outputs)
-    assert outputs[-1].metrics is not None
-    stages = [outputs[-1].metrics.stages[stage] for stage in STAGES]
-    for above, below in itertools.pairwise(stages):
-        assert below.first_output_s is not None
-        assert below.first_output_s > above.finished_s
+def test_a_stage_begins_when_its_input_is_complete(shared_system: SharedSystem, tmp_path: Path) -> None:
+    """The first stage holds its last output back until the client has all of its others."""
+    held = tmp_path / "held"
+    os.mkfifo(held)
+
+    async def work(omni: OmniSystem) -> None:
+        await read(ask(omni))  # an engine's first step takes longer than those to come
+        generation = ask(omni, data={"held": str(held)})
+        outputs = [await anext(generation) for _ in range(PIECES * FAN_OUT - 1)]
+        await trio.Path(held).write_bytes(b"")
+        outputs += await read(generation)
+        check_exact(generation, outputs)
+        assert outputs[-1].metrics is not None
+        stages = [outputs[-1].metrics.stages[stage] for stage in STAGES]
+        for above, below in itertools.pairwise(stages):
+            assert below.first_output_s is not None
+            assert below.first_output_s > above.finished_s
+
+    shared_system.run(work)
 
 
 @pytest.mark.parametrize(
