@@ -27,8 +27,8 @@ from omni_actors.supervisor import devices
 from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.system import OmniSystem
 from omni_actors.system.control import Replies
+from omni_actors.system.kept_updates import MOST_TENSORS
 from omni_actors.system.weight_memory import WeightMemory
-from omni_actors.system.weights import MOST_TENSORS
 from tests.support.controllable_engine import FACTORY
 from tests.support.frozen import freeze
 from tests.support.open_descriptors import weights_in_memory

@@ -182,7 +182,7 @@ class OmniSystem(
                     self._running = True
                     task_status.started()
         finally:
-            self._memory.keep_only(())
+            self._kept.memory.keep_only(())
             self._all_ended.set()
 
     # state

@@ -4,19 +4,17 @@ Rules
 1. No request is computed with two versions: the requests of a stage end, or are aborted, before its weights change,
    and later ones wait until it has the new ones.
 2. The new weights are a part of the desired state, so a worker that starts later has them before it is ready. The files
-   must stay as they are until then; tensors are kept in shared memory as long (``weight_memory``).
+   must stay as they are until then; tensors are kept in shared memory as long (``kept_updates``).
 3. All replicas of a stage have one version. If one refuses new weights, or its engine raises, the others get the
    earlier ones back. A replica that does not take those is restarted.
 4. So do they if a worker dies at new weights, and the next one of its replica dies before it is ready: memory may not
    suffice for them, and the kernel then kills a worker without a word.
-5. Tensors of successive updates are merged, the newest of each name. So they take no more memory than the whole model,
-   or, where updates by files come between them, ``MOST_TENSORS`` times as much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +25,14 @@ from omni_actors.errors import CallTimedOut, InvalidRequest, OmniError, Unsuppor
 from omni_actors.protocol.messages import FIRST_VERSION, Address
 from omni_actors.supervisor.calls import PendingCall, Reply
 from omni_actors.supervisor.desired_state import Part
-from omni_actors.supervisor.incarnation import Incarnation, IncarnationState
+from omni_actors.supervisor.incarnation import IncarnationState
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.system.control import CALL_TIMEOUT_S, Control, PauseMode, Replies
-from omni_actors.system.weight_memory import WeightMemory
+from omni_actors.system.kept_updates import CAPABILITY, KeptUpdates, files_at, key_of
 
 UPDATE_TIMEOUT_S = 300.0
-CAPABILITY = "update_weights"
 LONGEST_VERSION = 256
 """Most characters of a version's name: every output brings it."""
-MOST_TENSORS = 4
-"""Most updates by tensors that a stage keeps, if updates by files between them prevent that they are merged."""
 
 
 class WeightControl(Control):
@@ -52,11 +47,14 @@ class WeightControl(Control):
         self._paused_before = False
         self._own_pauses = 0
         """What ``_pauses`` is if no other caller has paused generation since the update began."""
-        self._memory = WeightMemory()
         self._turn = trio.Semaphore(1)
         """Held by an update until it has ended, also after its caller was cancelled."""
         self._updates = 0
         """How many updates had no version."""
+
+    @cached_property
+    def _kept(self) -> KeptUpdates:
+        return KeptUpdates(self._supervisor)
 
     async def start_weight_update(self, mode: PauseMode = "wait") -> None:
         """Pause generation for one or several calls of ``update_weights``, until ``finish_weight_update``.
@@ -144,11 +142,11 @@ class WeightControl(Control):
         alone, has_begun = not self._updating, False
         try:
             if isinstance(path, Mapping):
-                self._require_room(stages)
-                path = await trio.to_thread.run_sync(self._memory.write, path)
+                self._kept.require_room(stages)
+                path = await trio.to_thread.run_sync(self._kept.memory.write, path)
                 self._updates += version is None
                 version = version or f"update-{self._updates}"
-            files = await trio.to_thread.run_sync(_files, Path(path))
+            files = await trio.to_thread.run_sync(files_at, Path(path))
             if alone:
                 with trio.move_on_after(timeout_s) as waiting:
                     await self._start(mode)
@@ -166,7 +164,9 @@ class WeightControl(Control):
         try:
             replies = await self._update(stages, arguments, timeout_s)
             if not any(isinstance(reply.error, CallTimedOut) for of_stage in replies.values() for reply in of_stage):
-                while await self._merge_tensors(stages):  # else an engine may still refuse them, which takes them back
+                while await self._kept.merge(
+                    self._stages(stages)
+                ):  # else an engine may still refuse them, which takes them back
                     pass
             return replies
         finally:
@@ -174,23 +174,12 @@ class WeightControl(Control):
 
     def _end_turn(self, alone: bool) -> None:
         """Free what is not used, and begin the next update. alone: whether this one has paused generation itself."""
-        self._memory.keep_only(self._files_in_use())
+        self._kept.free_unused()
         try:
             if alone:
                 self._finish()
         finally:
             self._turn.release()
-
-    def _require_room(self, stages: Collection[str]) -> None:
-        """Raise InvalidRequest if tensors of a stage are kept that cannot be merged: files came between them."""
-        for stage in stages:
-            parts = [part for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
-            kept = sum(path in self._memory for part in parts for path in part.arguments["files"])
-            if kept >= MOST_TENSORS:
-                message = (
-                    f"path: stage {stage!r} keeps {kept} updates by tensors; the next one must be by files, of all"
-                )
-                raise InvalidRequest(message, param="path", code="too_many_parts")
 
     async def finish_weight_update(self) -> None:
         """Resume generation after ``start_weight_update``, unless a caller has paused it, too. No effect without it.
@@ -218,7 +207,7 @@ class WeightControl(Control):
             self._paused_before, self._own_pauses = False, self._pauses
 
     async def _update(self, stages: Collection[str], arguments: dict[str, Any], timeout_s: float) -> Replies:
-        key = _key(arguments)
+        key = key_of(arguments)
         asked = dict(self._supervisor.replicas)  # scaling changes them while their replies are waited for
         before = {  # the generations of those that can show whether new weights end a worker
             address: replica.generation
@@ -279,50 +268,6 @@ class WeightControl(Control):
                     await self._supervisor.changes.park()
         return False
 
-    async def _merge_tensors(self, stages: Collection[str]) -> bool:
-        """Replace the last two updates of each stage by one, if both were given as tensors (rule 5).
-
-        stages: whose replicas have answered the last update, and so all earlier ones. Returns whether any was replaced.
-        """
-        merged, replaced = dict[tuple[str, str], dict[str, Any]](), False
-        for stage in self._stages(stages):
-            last = self._last_updates(stage)
-            paths = [path for part in last for path in part.desired.arguments["files"] if path in self._memory]
-            if len(last) < 2 or len(paths) != 2:
-                continue
-            earlier, later = paths
-            try:
-                if (earlier, later) not in merged:
-                    path = await trio.to_thread.run_sync(self._memory.merge, earlier, later)
-                    version = last[-1].desired.arguments["version"]
-                    merged[earlier, later] = {"files": _files(path), "version": version}
-            except OSError:  # there is no memory for a copy: both are kept, and the next update tries again
-                return False
-            if self._last_updates(stage) != last:
-                continue  # meanwhile a worker began to load with them, or one of them was taken back
-            for each in last:
-                self._supervisor.desired.drop(stage, CAPABILITY, each.key)
-            both = merged[earlier, later]
-            part = self._supervisor.desired.set(stage, CAPABILITY, both, _key(both))
-            part.established, replaced = last[-1].carried_out, True
-        return replaced
-
-    def _last_updates(self, stage: str) -> list[Part]:
-        """Return the last two updates of a stage if they can be one: workers have carried out both or none.
-
-        [] while a worker loads with one of them, since that worker may carry it out.
-        """
-        updates = [each for each in self._supervisor.desired.parts(stage) if each.desired.capability == CAPABILITY][-2:]
-        loading = {part for incarnation in self._starting() for part in incarnation.parts}
-        if not loading.isdisjoint(updates) or len({each.carried_out for each in updates}) > 1:
-            return []
-        return updates
-
-    def _starting(self) -> list[Incarnation]:
-        """Return the incarnations whose workers start or load."""
-        incarnations = [replica.incarnation for replica in self._supervisor.replicas.values()]
-        return [each for each in incarnations if each.state is IncarnationState.STARTING]
-
     async def get_weight_version(self, *, stages: Collection[str] | None = None) -> dict[str, str]:
         """Return the version of the weights of each stage, as its outputs have it from now on.
 
@@ -331,15 +276,9 @@ class WeightControl(Control):
         await trio.lowlevel.checkpoint()
         versions = {}
         for stage in self._stages(stages):
-            parts = [part for part in self._supervisor.desired.of(stage) if part.capability == CAPABILITY]
-            versions[stage] = str(parts[-1].arguments["version"]) if parts else FIRST_VERSION
+            updates = self._kept.of(stage)
+            versions[stage] = str(updates[-1].desired.arguments["version"]) if updates else FIRST_VERSION
         return versions
-
-    def _files_in_use(self) -> set[str]:
-        """Return the paths of the files that workers load now, or that later ones will."""
-        desired = [part.desired for stage in self._stages(None) for part in self._supervisor.desired.parts(stage)]
-        desired += [part.desired for incarnation in self._starting() for part in incarnation.parts]
-        return {file for part in desired if part.capability == CAPABILITY for file in part.arguments["files"]}
 
     async def _restore(self, stage: str, timeout_s: float) -> None:
         """Give every replica of a stage the weights of its desired state again. Those that do not take them restart."""
@@ -353,9 +292,11 @@ class WeightControl(Control):
     async def _give_back(self, stage: str, timeout_s: float) -> None:
         """As ``_restore``: the model's own weights, then each update. Raises InvalidRequest, TooManyCalls."""
         model, folder = self._models.get(stage), self.pipeline.spec(stage).checkpoint_folder
-        own = {"files": {} if model is None else await trio.to_thread.run_sync(_files, model / folder), "version": None}
-        updates = [each for each in self._supervisor.desired.parts(stage) if each.desired.capability == CAPABILITY]
-        for update in (None, *updates):
+        own = {
+            "files": {} if model is None else await trio.to_thread.run_sync(files_at, model / folder),
+            "version": None,
+        }
+        for update in (None, *self._kept.of(stage)):
             if update is not None and update.taken_back:
                 continue  # while the replies to the ones before it were waited for
             arguments = own if update is None else update.desired.arguments
@@ -380,24 +321,6 @@ def _is_version(given: Any) -> bool:
     return isinstance(given, str) and len(given) <= LONGEST_VERSION
 
 
-def _key(arguments: Mapping[str, Any]) -> str:
-    """Return the key of an update in the desired state."""
-    return "\n".join(arguments["files"])
-
-
 def _failed(reply: Reply) -> bool:
     """Whether an engine has refused new weights, or raised. A worker that a signal ended says nothing about them."""
     return isinstance(reply.error, InvalidRequest) or (isinstance(reply.error, WorkerLost) and reply.error.raised)
-
-
-def _files(path: Path) -> dict[str, tuple[int, int]]:
-    """Return the safetensors files at a path, each with its size and the time of its last change. InvalidRequest."""
-    path = path.absolute()
-    found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    try:
-        statuses = {str(file): file.stat() for file in found}
-    except OSError as error:
-        raise InvalidRequest(f"path: {error}", param="path") from error
-    if not statuses:
-        raise InvalidRequest(f"path: {path} has no *.safetensors files", param="path")
-    return {name: (status.st_size, status.st_mtime_ns) for name, status in statuses.items()}
