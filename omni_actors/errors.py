@@ -4,6 +4,7 @@ OmniError
 ├── ConfigError           a pipeline that cannot work; raised before any process is started
 ├── NoPlace               no node of the cluster can run a worker
 ├── ClusterUnavailable    nodes of a cluster could not be used
+│   └── RayUnavailable    there is no Ray at the cluster's address
 ├── StartTimedOut         the stages of a system did not load in time
 ├── SystemClosed          a call to a system that is closed
 ├── RequestError          a request ended without completing
@@ -93,6 +94,20 @@ class ClusterUnavailable(OmniError):
         self.nodes, self.no_place = dict(nodes), no_place
         reasons = [f"node {node!r} cannot be used: {why}" for node, why in self.nodes.items()]
         super().__init__("; ".join([*reasons, no_place] if no_place else reasons))
+
+
+class RayUnavailable(ClusterUnavailable):
+    """No Ray cluster can be used at an address.
+
+    Attributes:
+        address: The one that was given.
+        why: The reason, in words.
+    """
+
+    def __init__(self, address: str, why: str) -> None:
+        self.address, self.why = address, why
+        self.nodes, self.no_place = {}, ""
+        OmniError.__init__(self, f"the cluster {address!r} cannot be used: {why}")
 
 
 class StartTimedOut(OmniError):

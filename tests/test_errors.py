@@ -16,6 +16,7 @@ EACH = [
     errors.ConfigError("file:1", "name", 1, "text"),
     errors.NoPlace("llm", 0, {"node": "full"}),
     errors.ClusterUnavailable({"node": "gone"}),
+    errors.RayUnavailable("10.0.0.1:6379", "why"),
     errors.StartTimedOut(1.0, {("llm", 0): "loading"}),
     errors.SystemClosed("why"),
     errors.InvalidRequest("wrong", param="seed", code="code"),

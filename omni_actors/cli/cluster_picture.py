@@ -29,6 +29,8 @@ def read_nodes(path: Path) -> list[Node]:
     if not nodes or len({*names}) < len(names):
         raise ConfigError(str(path), "(document)", names, "at least one node, and each name once")
     first, *others = nodes
+    if any(node.has(PARENT) for node in nodes):
+        raise ConfigError(str(path), "(document)", PARENT, "other names and labels: the first node gets this label")
     return [msgspec.structs.replace(first, labels=(PARENT, *first.labels)), *others]
 
 

@@ -17,7 +17,7 @@ from omni_actors.cluster.tls import make_credentials
 from omni_actors.cluster.transfers import require_nixl
 from omni_actors.config import Cluster, Pipeline, Stage
 from omni_actors.config.devices import VISIBLE, DeviceLayoutError, configured_devices, stage_layout, visible_devices
-from omni_actors.errors import ClusterUnavailable, ConfigError
+from omni_actors.errors import ConfigError, RayUnavailable
 
 
 @asynccontextmanager
@@ -31,7 +31,7 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
             of one node is started on this machine, with an agent, to try a pipeline's placement.
 
     A node on which no agent can be started is left out, with a warning in the log, if the others have places for all
-    workers. Raises ClusterUnavailable (no Ray, or too few nodes with an agent), NoPlace (there is no node for a
+    workers. Raises RayUnavailable, ClusterUnavailable (too few nodes have an agent), NoPlace (there is no node for a
     worker), ConfigError (``device_handles``, or no package for TLS or NIXL).
     """
     settings = pipeline.cluster or Cluster()
@@ -43,7 +43,7 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
     async with open_ray(address) as ray:
         here = next((node for node in ray.nodes if node.is_parents), None)
         if here is None:
-            raise ClusterUnavailable({address: "this machine is not one of its nodes now"})
+            raise RayUnavailable(address, "this machine is not one of its nodes now")
         nodes = [_node(pipeline, node, is_parents=node.is_parents and address != LOCAL) for node in ray.nodes]
         if address == LOCAL:
             nodes.insert(0, Node(name=PARENT, cpus=float(len(os.sched_getaffinity(0)))))

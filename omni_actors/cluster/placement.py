@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from omni_actors.config import Cluster, Pipeline, Stage
 from omni_actors.config.devices import DeviceLayoutError, Layout, configured_devices, stage_layout
@@ -47,8 +48,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: str
     labels: tuple[str, ...] = ()
-    cpus: float = 1.0
-    gpus: int = 0
+    cpus: Annotated[float, Meta(ge=0)] = 1.0
+    gpus: Annotated[int, Meta(ge=0)] = 0
     alive: bool = True
 
     def has(self, label: str) -> bool:

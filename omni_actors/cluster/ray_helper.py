@@ -37,6 +37,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from omni_actors.cluster.agent import AgentSettings, run_in_main_thread
 from omni_actors.cluster.joining import AgentFailed
 from omni_actors.cluster.ray_messages import (
+    AUTO,
     LOCAL,
     Ended,
     Failed,
@@ -217,7 +218,10 @@ def main() -> None:
     try:
         helper = Helper(sys.argv[1])
     except (RayError, OSError, RuntimeError, ValueError) as error:
-        tell(Failed(f"{type(error).__name__}: {error}"))
+        why = f"{type(error).__name__}: {error}"
+        if sys.argv[1] == AUTO and isinstance(error, ConnectionError):
+            why = f'no Ray runs on this machine; "{LOCAL}" starts one'
+        tell(Failed(why))
         sys.exit(1)
     try:
         tell(helper.nodes())

@@ -8,6 +8,8 @@ import msgspec
 
 from omni_actors.cluster.agent import AgentSettings
 
+AUTO: Final = "auto"
+"""In place of Ray's address: the Ray that this machine is a node of."""
 LOCAL: Final = "local"
 """In place of Ray's address: start a Ray on this machine."""
 

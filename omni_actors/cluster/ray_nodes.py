@@ -12,8 +12,10 @@ Rules
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.placement import PARENT
 from omni_actors.cluster.ray_messages import (
+    AUTO,
     LOCAL,
     Ended,
     Failed,
@@ -40,7 +43,7 @@ from omni_actors.cluster.ray_messages import (
     StopAgent,
 )
 from omni_actors.cluster.shielded import open_shielded_nursery
-from omni_actors.errors import ClusterUnavailable
+from omni_actors.errors import RayUnavailable
 
 HELPER_S: Final = 90.0
 """Seconds in which the helper must be connected with Ray, or have started one."""
@@ -48,6 +51,7 @@ END_S: Final = 20.0
 """Seconds in which the helper must end after its stdin."""
 ORDER_S: Final = 20.0
 """Seconds in which the helper must carry out an order."""
+_HEAD: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:/\s]+):\d{1,5}")
 Resources: TypeAlias = tuple[float, float]
 """CPUs and GPUs."""
 
@@ -79,7 +83,7 @@ class RayAgents:
         """Run one agent on a node until it has ended; cancelling kills it. See ``AgentStarter.run``."""
         try:
             await self.connect()
-        except ClusterUnavailable as error:
+        except RayUnavailable as error:
             return AgentEnd(False, str(error))
         at = self._nodes[node]
         send, receive = trio.open_memory_channel[Ended](1)
@@ -96,7 +100,7 @@ class RayAgents:
         return AgentEnd(ended.certain, ended.why)
 
     async def connect(self) -> None:
-        """Start a helper unless one runs. Raises ClusterUnavailable: it cannot be connected with Ray."""
+        """Start a helper unless one runs. Raises RayUnavailable: it cannot be connected with Ray."""
         async with self._starting:
             if self._process is not None:
                 return
@@ -111,9 +115,9 @@ class RayAgents:
                 first = await self._nursery.start(self._follow, process)
                 if isinstance(first, Started):
                     return
-                raise ClusterUnavailable({self._address: first.why})
+                raise RayUnavailable(self._address, first.why)
             process.kill()
-            raise ClusterUnavailable({self._address: f"Ray did not answer within {HELPER_S:g} s"})
+            raise RayUnavailable(self._address, f"Ray did not answer within {HELPER_S:g} s")
 
     async def _order(self, order: Order) -> str | None:
         """Have the helper carry out an order; return why it has not. Not cancelled: it has a time limit."""
@@ -209,8 +213,12 @@ async def open_ray(address: str) -> AsyncIterator[RayAgents]:
     """Connect with a Ray cluster, or start one, and give its nodes and what starts agents there.
 
     address: of Ray's head ("10.0.0.1:6379"); "auto": the Ray of this machine; "local": start one on this machine, which
-    ends with the block. Raises ClusterUnavailable.
+    ends with the block. Raises RayUnavailable.
     """
+    if address not in (AUTO, LOCAL) and _HEAD.fullmatch(address) is None:
+        raise RayUnavailable(address, f'accepted: HOST:PORT, where its head listens; "{AUTO}"; "{LOCAL}"')
+    if importlib.util.find_spec("ray") is None:
+        raise RayUnavailable(address, "Ray is not installed (pip install 'omni-actors[cluster]')")
     async with open_shielded_nursery() as nursery:
         agents = RayAgents(address, nursery)
         await agents.connect()

@@ -140,20 +140,22 @@ class ClusterSpawner:
             raise PlaceLost(f"{NODE_LOST}{error}") from error
         environment = {**environment, NODE_VARIABLE: at.node}
         try:
-            if devices := self._devices(at):
-                environment[VISIBLE] = ",".join(devices)
+            devices = self._devices(at)
         except NoSuchDevice as error:
             raise SpawnFailed(str(error)) from error
+        if devices:
+            environment[VISIBLE] = ",".join(devices)
         agent = self._placed[address] = None if self._nodes[at.node].has(PARENT) else self._agents[at.node]
         try:
             if agent is None:
                 local = self._local.spawn(address, mailbox_capacity, environment=environment, lock_fds=lock_fds)
                 async with local as worker:
-                    worker.node, worker.mailbox = at.node, WithoutProxies(worker.mailbox)
+                    worker.node, worker.devices = at.node, devices
+                    worker.mailbox = WithoutProxies(worker.mailbox)
                     yield worker
             else:
                 async with agent.spawn(address, mailbox_capacity, environment) as remote:
-                    self._workers[address], remote.node = remote, at.node
+                    self._workers[address], remote.node, remote.devices = remote, at.node, devices
                     yield remote
         finally:
             del self._placed[address]

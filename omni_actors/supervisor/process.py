@@ -85,6 +85,8 @@ class Worker(ABC):
 
     node: str | None = None
     """The name of its node; None without a cluster."""
+    devices: tuple[str, ...] | None = None
+    """The devices that it has there; None: those of its ``WorkerSpec``."""
 
     def __init__(self, pid: int, mailbox: WorkerMailbox) -> None:
         self.pid, self.mailbox = pid, mailbox

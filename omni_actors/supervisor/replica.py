@@ -54,6 +54,8 @@ class Replica:
     earlier: int = 0
     """The last generation of an earlier replica with this address, which was removed."""
     generation: int = 0
+    devices: tuple[str, ...] = ()
+    """The devices of its last worker, as in CUDA_VISIBLE_DEVICES; on another node, places among those of its agent."""
     note: str = "starting"
     """What it is doing, or how its last worker ended, in words."""
     load_s: float | None = None

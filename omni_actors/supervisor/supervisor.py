@@ -251,6 +251,7 @@ class Supervisor:
             await devices.lock_devices(replica, here)
             async with devices.spawn(self._spawner, replica, self._mailbox_capacity) as worker:
                 incarnation.worker = worker
+                replica.devices = replica.spec.devices if worker.devices is None else worker.devices
                 worker_log.started(replica, worker.pid)
                 try:
                     await self._serve(replica, worker)

@@ -47,7 +47,8 @@ class ReplicaHealth(msgspec.Struct, frozen=True, kw_only=True):
         last_exit: How the latest worker ended, in words; None if none has.
         retry_in_s: Seconds until a failed replica is tried again; None if it is not.
         history: The ends of the latest workers, oldest first.
-        devices: The devices that its workers see, as in CUDA_VISIBLE_DEVICES; empty on the CPU.
+        devices: The devices that its last worker got, as in CUDA_VISIBLE_DEVICES; empty on the CPU, and before the
+            first worker. On another node, the places among the devices of the node's agent.
         node: The node on which the current worker runs; None if there is no worker, or no cluster.
     """
 
@@ -110,6 +111,6 @@ def replica_health(replica: Replica, *, standby: bool, now: float) -> ReplicaHea
             )
             for death in replica.history
         ],
-        devices=replica.spec.devices,
+        devices=replica.devices,
         node=replica.worker.node if replica.worker else None,
     )

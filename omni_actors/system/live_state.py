@@ -238,7 +238,7 @@ def _replica(replica: Replica, orchestrator: Orchestrator, clock: TrioClock) -> 
         requests=orchestrator.load(replica.address),
         pid=replica.worker.pid if replica.worker else None,
         load_s=None if replica.load_s is None else round(replica.load_s, 3),
-        devices=replica.spec.devices,
+        devices=replica.devices,
         down_since=clock.unix(replica.died_at),
         retry_at=clock.unix(replica.retry_at),
         deaths=[_death(each) for each in [*replica.history][-DEATHS:]],

@@ -62,6 +62,10 @@ def test_several_links_of_one_pair_of_nodes_are_counted(tmp_path: Path) -> None:
         ("[{name: a}, {name: a}]", "each name once"),
         ("{name: a}", "a list of nodes, such as"),
         ("[{name: a, cpu: 3}]", "a list of nodes, such as"),
+        ("[{name: a, cpus: -3}]", "a list of nodes, such as"),
+        ("[{name: a, gpus: -1}]", "a list of nodes, such as"),
+        ("[{name: a}, {name: parent}]", "the first node gets this label"),
+        ("[{name: a}, {name: b, labels: [parent]}]", "the first node gets this label"),
         ("[", "a list of nodes, such as"),
     ],
 )

@@ -61,6 +61,8 @@ async def test_workers_get_the_devices_of_their_nodes_whatever_the_parent_has() 
             workers = [psutil.Process(each.pid) for each in omni.health().stages["only"] if each.pid]
             found = [(nodes[each.ppid()], each.environ()["CUDA_VISIBLE_DEVICES"]) for each in workers]
             assert sorted(found) == [("a", "3"), ("b", "4"), ("b", "GPU-6")]
+            shown = [(each.node, each.devices) for each in omni.health().stages["only"]]
+            assert sorted(shown) == [("a", ("0",)), ("b", ("0",)), ("b", ("1",))]
     finally:
         locks.release()
 

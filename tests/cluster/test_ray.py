@@ -25,7 +25,7 @@ from omni_actors.cluster.ray_nodes import RayAgents, open_ray
 from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
 from omni_actors.config import Cluster, Pipeline, Stage
 from omni_actors.config.schema import Autoscale
-from omni_actors.errors import ClusterUnavailable, NoPlace
+from omni_actors.errors import ClusterUnavailable, NoPlace, RayUnavailable
 from omni_actors.stress import cuts
 from tests.cluster.long_answers import (
     ask_long,
@@ -267,6 +267,12 @@ def certificate_at(address: tuple[str, int]) -> bytes:
 
 
 async def test_an_address_without_a_cluster_is_reported() -> None:
-    with pytest.raises(ClusterUnavailable, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(RayUnavailable, match=r"127\.0\.0\.1:9"):
         async with open_ray("127.0.0.1:9"):
+            pytest.fail("the block began")
+
+
+async def test_a_machine_on_which_no_ray_runs_is_reported() -> None:
+    with pytest.raises(RayUnavailable, match='no Ray runs on this machine; "local" starts one'):
+        async with open_ray("auto"):
             pytest.fail("the block began")

@@ -16,7 +16,7 @@ from omni_actors.cluster import ray_nodes
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.ray_messages import News, Obeyed, RayNode, Started
 from omni_actors.cluster.ray_nodes import open_ray
-from omni_actors.errors import ClusterUnavailable
+from omni_actors.errors import RayUnavailable
 
 NODE = RayNode(node_id="1", name="a", address="127.0.0.1", cpus=1.0, gpus=0, free_gpus=0, labels=(), is_parents=True)
 ADDRESS = "10.0.0.1:6379"
@@ -117,7 +117,7 @@ async def test_a_helper_that_says_what_cannot_be_read_is_killed_and_replaced(hel
 
 async def test_a_helper_whose_first_words_cannot_be_read_is_an_error(helper: ScriptedHelper) -> None:
     helper.write("echo oops", "exec sleep 1000")
-    with trio.fail_after(WATCHDOG_S), pytest.raises(ClusterUnavailable, match="the helper says what cannot be read"):
+    with trio.fail_after(WATCHDOG_S), pytest.raises(RayUnavailable, match="the helper says what cannot be read"):
         async with open_ray(ADDRESS):
             pytest.fail("the block began")
 
@@ -136,10 +136,10 @@ async def test_no_node_has_the_name_of_the_parents_label(helper: ScriptedHelper)
 
 async def test_a_cluster_without_a_node_here_is_an_error(helper: ScriptedHelper) -> None:
     helper.write(say(Started([msgspec.structs.replace(NODE, is_parents=False)])), "read end")
-    with trio.fail_after(WATCHDOG_S), pytest.raises(ClusterUnavailable, match="not one of its nodes") as caught:
+    with trio.fail_after(WATCHDOG_S), pytest.raises(RayUnavailable, match="not one of its nodes") as caught:
         async with OmniSystem.open("echo", cluster=ADDRESS):
             pytest.fail("the block began")
-    assert list(caught.value.nodes) == [ADDRESS]
+    assert caught.value.address == ADDRESS
 
 
 async def test_the_helper_outlives_a_cancelled_block(helper: ScriptedHelper) -> None:
@@ -156,3 +156,18 @@ async def test_the_helper_outlives_a_cancelled_block(helper: ScriptedHelper) -> 
                     await trio.testing.wait_all_tasks_blocked()
                     ends.append(await ray.run("a", settings(1)))
     assert ends == [(False, "as asked")]
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.1", "10.0.0.1:abc", "ray://10.0.0.1:10001", "::1:6379", "10.0.0.1:"])
+async def test_what_is_no_address_of_a_cluster_is_reported(address: str) -> None:
+    with pytest.raises(RayUnavailable, match="accepted: HOST:PORT") as caught:
+        async with open_ray(address):
+            pytest.fail("the block began")
+    assert caught.value.address == address
+
+
+async def test_a_machine_without_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RayUnavailable, match=r"not installed \(pip install 'omni-actors\[cluster\]'\)"):
+        async with open_ray("auto"):
+            pytest.fail("the block began")
