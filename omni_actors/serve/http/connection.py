@@ -82,9 +82,14 @@ class Connection:
         self._is_stopping, self.idle_since = True, None
         self._idle.cancel()
         if self._websocket is not None:
-            self._websocket.stop()
+            self._websocket.drain.begun.set()
         if self._exchange is not None:
             self._exchange.stop()
+
+    def end_drain(self) -> None:
+        """Tell the application of a WebSocket that the time of the drain is over."""
+        if self._websocket is not None:
+            self._websocket.drain.over.set()
 
     async def serve(self) -> None:
         """Answer requests until either side closes. Raises what the application raises."""
@@ -117,6 +122,8 @@ class Connection:
             )
             if asks_for_websocket(exchange.scope):
                 self._websocket = WebSocket(self._socket, exchange, max_message_bytes=self._max_message_bytes)
+                if self._is_stopping:
+                    self._websocket.drain.begun.set()
                 await self._websocket.run(self._app)
                 return
             await exchange.run(self._app)

@@ -107,6 +107,8 @@ class HTTPListener:
                         connection.stop()
                     await trio.sleep(drain_s)
                     end_requests()
+                    for connection in self._connections:
+                        connection.end_drain()
                     await trio.sleep(ERROR_RESPONSE_S)
                     connections.cancel_scope.cancel()
 

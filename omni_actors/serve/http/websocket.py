@@ -11,8 +11,8 @@ Rules
 4. What breaks the framing ends the connection with a close code. The application's exceptions end it with 1011.
 5. After a close frame, the server closes its side and discards what arrives (``BufferedSocket.linger``).
 
-The scope has the key ``DRAINING``: a ``trio.Event`` that is set when the server begins to drain. The application should
-then close with 1001. If it does not, the server does so at the end of the drain.
+The scope has the key ``DRAIN``: what the application learns of the drain (``Drain``). It should close with 1001 in time.
+If it does not, the server does so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from omni_actors.serve.http.buffered_socket import BufferedSocket, ClientDisconn
 from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.http.exchange import Exchange
 
-DRAINING = "omni_actors.draining"
+DRAIN = "omni_actors.drain"
 """The key of the scope; see above."""
 CLOSE_S = 2.0
 """The time that a client has to take what was sent before a close frame, and to answer it."""
@@ -50,6 +50,17 @@ def asks_for_websocket(scope: Scope) -> bool:
     return "websocket" in _tokens(scope, b"upgrade") and "upgrade" in _tokens(scope, b"connection")
 
 
+class Drain:
+    """The drain of the server, for the application of a WebSocket.
+
+    begun: set when it begins; what is in progress may end. over: set when the time for that is over; what is still in
+    progress is to be ended with an error now.
+    """
+
+    def __init__(self) -> None:
+        self.begun, self.over = trio.Event(), trio.Event()
+
+
 class WebSocket:
     """A WebSocket that a client asks for. Raises HTTPError if the request is not a valid handshake.
 
@@ -62,7 +73,7 @@ class WebSocket:
     def __init__(self, sock: BufferedSocket, exchange: Exchange, *, max_message_bytes: int) -> None:
         self._socket, self._exchange, self._max_message_bytes = sock, exchange, max_message_bytes
         self._accept_token = _accept_token(exchange)
-        self._draining = trio.Event()
+        self.drain = Drain()
         subprotocols = [token for token in _tokens(exchange.scope, b"sec-websocket-protocol", lower=False) if token]
         self._scope = {
             **{name: value for name, value in exchange.scope.items() if name != "method"},
@@ -70,7 +81,7 @@ class WebSocket:
             "scheme": "wss" if sock.scheme == "https" else "ws",
             "subprotocols": subprotocols,
             "extensions": {"websocket.http.response": {}},
-            DRAINING: self._draining,
+            DRAIN: self.drain,
         }
         self._frames = Connection(ConnectionType.SERVER)
         self._nursery: trio.Nursery | None = None
@@ -87,10 +98,6 @@ class WebSocket:
         """How often data has arrived."""
         self._partial: io.StringIO | io.BytesIO | None = None
         """The beginning of a message whose end has not arrived."""
-
-    def stop(self) -> None:
-        """Tell the application that the server drains."""
-        self._draining.set()
 
     async def run(self, app: ASGIApp) -> None:
         """Let ``app`` use the WebSocket, and close it afterwards.

@@ -94,6 +94,11 @@ class Response:
         self._reason = self._reason or reason
         self._scope.cancel()
 
+    def fail(self, error: OmniError) -> None:
+        """End the response with an error. Its last events follow."""
+        self._failure = self._failure or error
+        self._scope.cancel()
+
     async def run(self) -> None:
         """Send all events of the response. Cancellation ends its requests, and sends nothing more."""
         self._events.begin()

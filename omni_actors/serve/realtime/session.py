@@ -20,10 +20,11 @@ import msgspec
 import trio
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from omni_actors.errors import OmniError
+from omni_actors.errors import Aborted, OmniError
 from omni_actors.serve.api.errors import renaming, to_http_error
 from omni_actors.serve.api.tools import checked_arguments
 from omni_actors.serve.http.errors import HTTPError, bad_request
+from omni_actors.serve.http.websocket import Drain
 from omni_actors.serve.media.base64_data import from_base64
 from omni_actors.serve.realtime import events
 from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, to_wire, updated
@@ -72,7 +73,7 @@ class Session:
         limits: see rule 3.
         model: the name that the client gave, or the pipeline's.
         params: parameters of the engines for every response.
-        draining: set when the server begins to drain.
+        drain: of the server. It ends the session.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class Session:
         *,
         model: str,
         params: dict[str, Any],
-        draining: trio.Event,
+        drain: Drain,
     ) -> None:
-        self._websocket, self._limits, self._params, self._draining = websocket, limits, params, draining
+        self._websocket, self._limits, self._params, self._drain = websocket, limits, params, drain
         self.id = new_id("sess")
         self._pipeline = SessionPipeline(system, self.id, limits.duration_s)
         self._config = SessionConfig(
@@ -128,12 +129,20 @@ class Session:
         self._end(NORMAL_CLOSURE)
 
     async def _watch_drain(self) -> None:
-        """End the session when the server drains and no response is in progress."""
-        await self._draining.wait()
+        """End the session when the server drains and no response is in progress. At last none is."""
+        await self._drain.begun.wait()
+        assert self._nursery is not None
+        self._nursery.start_soon(self._fail_responses)
         while in_progress := self._responses.in_progress:
             await in_progress[0].done.wait()
         await self._outbox.wait_sent()
         self._end(GOING_AWAY)
+
+    async def _fail_responses(self) -> None:
+        """End the responses that are in progress when the drain is over, also one whose sound alone is left."""
+        await self._drain.over.wait()
+        for response in self._responses.in_progress:
+            response.fail(Aborted("the server is shutting down"))
 
     def _end(self, code: int) -> None:
         self._close_code = code

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from omni_actors.serve.http.errors import HTTPError, bad_request
-from omni_actors.serve.http.websocket import DRAINING
+from omni_actors.serve.http.websocket import DRAIN
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.realtime.session import Session, SessionLimits
 from omni_actors.serve.settings import ServerSettings
@@ -68,7 +68,7 @@ class Realtime:
             self._limits,
             model=model,
             params={} if model == name else {"lora": model},
-            draining=websocket.scope[DRAINING],
+            drain=websocket.scope[DRAIN],
         )
 
 

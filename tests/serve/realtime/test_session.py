@@ -380,6 +380,19 @@ def test_a_dead_stage_fails_a_response_and_a_drain_ends_sessions_with_1001(start
         assert server.wait_end() == 0
 
 
+def test_a_drain_fails_an_answer_whose_sound_alone_is_left(start: Start) -> None:
+    with start("--drain-s", "0.5") as server, session(server) as talk:
+        talk.ask("word " * 100)
+        talk.send("response.create")
+        talk.until("response.output_audio.delta")
+        server.wait_metric("omni_requests_in_flight", 0)  # all is computed, and leaves at the pace of speech
+        server.signal(signal.SIGTERM)
+        response = talk.until("response.done")[-1]["response"]
+        assert (response["status"], response["status_details"]["error"]["code"]) == ("failed", "aborted")
+        assert closed_with(talk) == 1001
+        assert server.wait_end() == 0
+
+
 def test_a_pipeline_without_speech_answers_in_text(start: Start) -> None:
     """The server has no key, so it refuses the pages of other origins."""
     with start(config="echo") as server, session(server) as talk:
