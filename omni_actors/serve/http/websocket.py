@@ -11,7 +11,7 @@ Rules
 4. What breaks the framing ends the connection with a close code. The application's exceptions end it with 1011.
 5. After a close frame, the server closes its side and discards what arrives (``BufferedSocket.linger``).
 
-The scope has the key ``DRAIN``: what the application learns of the drain (``Drain``). It should close with 1001 in time.
+The scope has the key ``DRAIN``: what the application learns of the drain (``Drain``). It should then close with 1001.
 If it does not, the server does so.
 """
 

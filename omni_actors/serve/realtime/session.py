@@ -6,7 +6,7 @@ Rules
 2. A response runs in a task of its own, so that events are taken meanwhile (``session_responses``).
 3. Everything that a client can make grow has a bound in ``SessionLimits``.
 4. The session ends with an ``error`` event and close code 1000 when its time is over, and with 1001 when the server
-   drains and no response is in progress.
+   drains and no response is in progress. Those that are when the time of the drain is over fail.
 5. Sound of the user arrives in ``_take_sound`` alone.
 """
 

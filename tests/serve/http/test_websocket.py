@@ -251,8 +251,21 @@ async def test_a_drain_tells_the_application_and_ends_with_1001() -> None:
         await client.receive()
         server.stop.set()
         assert await client.receive() == events.CloseConnection(1001, "")
-        assert server.app.scopes[0][websocket.DRAINING].is_set()
+        drain = server.app.scopes[0][websocket.DRAIN]
+        assert drain.begun.is_set()
+        assert drain.over.is_set()
         assert server.requests_were_ended.is_set()
+
+
+async def test_a_websocket_that_begins_in_the_drain_is_told() -> None:
+    """The beginning of its request has arrived before."""
+    async with listening(drain_s=0.2) as server, await server.connect() as stream:
+        await stream.send_all(b"GET /echo HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n")
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        server.stop.set()
+        await stream.send_all(b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n")
+        assert b" 101 " in await stream.receive_some(64)
+        assert server.app.scopes[0][websocket.DRAIN].begun.is_set()
 
 
 async def test_websockets_count_as_connections(server: Server) -> None:
