@@ -90,7 +90,8 @@ test-cluster: setup
 	$(BIN)/python -m pytest -m "cluster and not kills" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -n 2 --world agents -m "not slow and not kills" tests/replay $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -n 2 --timeout 300 --world agents -k "$(WORLD_ENGINES)" tests/stages/test_in_workers.py $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --world ray -m "not slow" tests/replay/test_exact_replays.py tests/replay/test_checkpoints.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --world ray -m "not slow and not kills" tests/replay $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --timeout 300 --world ray -k "$(WORLD_ENGINES)" tests/stages/test_in_workers.py $(PYTEST_ARGS)
 
 test-nixl: setup .venv/nixl
 	$(BIN)/python -m pytest tests/cluster/test_nixl.py tests/cluster/test_nixl_faults.py tests/cluster/test_nixl_nodes.py tests/cluster/test_nixl_setting.py $(PYTEST_ARGS)
