@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -24,6 +24,40 @@ from omni_actors.system.pictures import seed_of
 from omni_actors.validation import split_path
 
 SESSION_HEADER = "X-Session-ID"
+
+
+class _Need(NamedTuple):
+    """What a route needs of a pipeline.
+
+    accepts: the kinds of input, all of them. emits: modalities, one of which is enough. refusal: what a pipeline that
+    lacks them does not do.
+    """
+
+    accepts: set[str]
+    emits: set[str]
+    refusal: str
+
+    def is_met(self, pipeline: Pipeline) -> bool:
+        stages = pipeline.stages.values()
+        accepted = {kind for stage in stages for kind in stage.accepts}
+        return self.accepts <= accepted and not self.emits.isdisjoint(stage.emits for stage in stages)
+
+
+_TRANSCRIPTS = _Need({"audio"}, {"transcript"}, "writes no transcripts")
+_ANSWERS = _Need({"messages"}, {"text"}, "does not answer in text")
+_NEEDS = {
+    "/v1/chat/completions": _Need({"messages"}, {"text", "image"}, "does not chat"),
+    "/v1/completions": _ANSWERS,
+    "/v1/responses": _ANSWERS,
+    "/v1/audio/speech": _Need({"script"}, {"audio"}, "does not read texts aloud"),
+    "/v1/audio/transcriptions": _TRANSCRIPTS,
+    "/v1/audio/translations": _TRANSCRIPTS,
+    "/v1/images/generations": _Need({"messages"}, {"image"}, "makes no pictures"),
+    "/v1/images/edits": _Need({"messages", "image"}, {"image"}, "edits no pictures"),
+}
+"""Of each route that not every pipeline serves. Embeddings and tokens are matters of an engine, which answers 501."""
+_NAMED = ("/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/images/generations")
+"""The routes that a refusal names, where they serve the pipeline. Of the others, its engines may still refuse some."""
 
 
 def open_body(
@@ -75,8 +109,18 @@ def choose_system(request: Request, model: str | None) -> OmniSystem:
     """
     pipelines: Pipelines = request.app.state.pipelines
     system = pipelines.choose(model)
+    require_served(request.url.path, system.pipeline)
     request.scope[SCOPE_KEY].choose(system)
     return system
+
+
+def require_served(route: str, pipeline: Pipeline) -> None:
+    """Refuse a pipeline that cannot do what a route does. Raises HTTPError."""
+    if route in _NEEDS and not _NEEDS[route].is_met(pipeline):
+        served = ", ".join(each for each in _NAMED if _NEEDS[each].is_met(pipeline))
+        advice = f"; it serves {served}" if served else ""
+        message = f"model: {pipeline.name!r} {_NEEDS[route].refusal}{advice}"
+        raise bad_request(message, "model", "unsupported_modality")
 
 
 def text_parameters(body: schemas.TextBody) -> list[tuple[str, str, Any]]:

@@ -37,7 +37,7 @@ from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
 from omni_actors.serve.media.pictures import encoded, require_encoder
-from omni_actors.serve.routes.common import open_body, require_accepted
+from omni_actors.serve.routes.common import open_body
 from omni_actors.system import OmniSystem
 
 FILES = FileField(("image", "image[]"), "a picture", MAX_INPUT_PICTURES)
@@ -66,14 +66,13 @@ async def edit(request: Request) -> Response:
     body: ImageEditForm
     if request.headers.get("content-type", "").lower().startswith("application/json"):
         system, asked, params = open_body(request, await read_json(request), ImageEditRequest)
-        files, file_param = await _load(request, asked.images, system.pipeline), "images"
+        files, file_param = await _load(request, asked.images), "images"
         body = asked
     else:
         files, fields = await read_form(request, FILES)
         system, body, params = open_body(request, fields, ImageEditForm, strict=False)
         if not files:
             raise FILES.missing()
-        require_accepted([("image", "image")], system.pipeline)
         file_param = "image"
     if body.strength is not None:
         params["strength"] = body.strength
@@ -82,11 +81,10 @@ async def edit(request: Request) -> Response:
     return await _answer(system, drawing, params, files)
 
 
-async def _load(request: Request, references: Sequence[ImageReference], pipeline: Pipeline) -> list[bytes]:
+async def _load(request: Request, references: Sequence[ImageReference]) -> list[bytes]:
     """Return the files that a JSON body names. Raises HTTPError."""
     media: MediaLoader = request.app.state.media
     found = [MediaReference("image", each.image_url, f"images[{at}].image_url") for at, each in enumerate(references)]
-    require_accepted([(each.kind, each.param) for each in found], pipeline)
     return await media.load(found, request.scope[SCOPE_KEY])
 
 

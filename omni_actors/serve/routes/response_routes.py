@@ -17,7 +17,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.config import Pipeline
 from omni_actors.errors import RequestError
 from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
 from omni_actors.serve.api import responses
@@ -52,7 +51,6 @@ async def create(request: Request) -> Response:
     store: ResponseStore = request.app.state.responses
     system, body, params = open_body(request, with_types(await read_json(request)), ResponsesRequest)
     _require_possible(body)
-    _require_text(system.pipeline)
     history = _history(request, body)
     placed = messages_of(body)
     conversation = (*history, *(message for _, message in placed))
@@ -117,13 +115,6 @@ def _require_possible(body: ResponsesRequest) -> None:
     if body.modalities and "audio" in body.modalities and not body.stream:
         message = "modalities: 'audio' needs stream: true, because OpenAI's objects of responses have no audio"
         raise bad_request(message, "modalities", "unsupported_parameter")
-
-
-def _require_text(pipeline: Pipeline) -> None:
-    """Refuse a pipeline that only makes pictures: an answer has no place for them. Raises HTTPError."""
-    if {stage.emits for stage in pipeline.stages.values()} <= {"image", None}:
-        message = f"model: {pipeline.name!r} makes pictures only; /v1/images/generations draws them"
-        raise bad_request(message, "model", "unsupported_modality")
 
 
 def _history(request: Request, body: ResponsesRequest) -> Sequence[ChatMessage]:

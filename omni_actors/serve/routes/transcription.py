@@ -22,7 +22,7 @@ from omni_actors.serve.api.form_body import FileField, read_form
 from omni_actors.serve.api.transcripts import Transcript
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import decode
-from omni_actors.serve.routes.common import open_body, require_accepted
+from omni_actors.serve.routes.common import open_body
 
 FILE = FileField(("file",), "an audio file")
 _NAMES = {"audio": "file", "initial_prompt": "prompt", "modalities": "model"}
@@ -56,7 +56,6 @@ async def _start(
     timestamps = _timestamps(body)
     if not files:
         raise FILE.missing()
-    require_accepted([("audio", "file")], system.pipeline)
     [clip] = await decode([(files[0], "file")])
     request.scope[SCOPE_KEY].release()
     given = {

@@ -69,18 +69,6 @@ def draw(client: openai.OpenAI, **asked: Any) -> Any:
     return client.images.generate(**{"model": "painter", "prompt": "a cat", "extra_body": extra, **asked})
 
 
-def test_routes_of_text_and_sound_refuse_the_model_or_the_file(server: Server) -> None:
-    def refused(path: str, **body: Any) -> tuple[str, str]:
-        error = server.http.post(path, **body).json()["error"]
-        return error["param"], error["message"]
-
-    assert refused("/v1/completions", json={"model": "painter", "prompt": "hello"})[0] == "model"
-    files = {"file": ("a.wav", b"not even a recording")}
-    param, message = refused("/v1/audio/transcriptions", data={"model": "painter"}, files=files)
-    assert param == "file"
-    assert message == "file: 'painter' does not accept audio; accepted: 'image', 'messages'"
-
-
 def test_a_picture(client: openai.OpenAI) -> None:
     answer = draw(client)
     [picture] = answer.data
@@ -112,12 +100,6 @@ def test_the_size_and_the_format(client: openai.OpenAI, format: str) -> None:
     answer = draw(client, size="64x48", output_format=format)
     picture = opened(answer.data[0].b64_json)
     assert (picture.format, picture.size, answer.size) == (format.upper(), (64, 48), "64x48")
-
-
-def test_responses_refuses_a_pipeline_that_only_draws(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="makes pictures only") as caught:
-        client.responses.create(model="painter", input="a cat")
-    assert caught.value.param == "model"
 
 
 def test_a_higher_compression_value_is_a_better_picture(client: openai.OpenAI) -> None:
