@@ -52,6 +52,7 @@ _NEEDS = {
     "/v1/audio/speech": _Need({"script"}, {"audio"}, "does not read texts aloud"),
     "/v1/audio/transcriptions": _TRANSCRIPTS,
     "/v1/audio/translations": _TRANSCRIPTS,
+    "/v1/realtime": _ANSWERS,
     "/v1/images/generations": _Need({"messages"}, {"image"}, "makes no pictures"),
     "/v1/images/edits": _Need({"messages", "image"}, {"image"}, "edits no pictures"),
 }

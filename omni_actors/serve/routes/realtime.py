@@ -10,6 +10,7 @@ from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.http.websocket import DRAIN
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.realtime.session import Session, SessionLimits
+from omni_actors.serve.routes.common import require_served
 from omni_actors.serve.settings import ServerSettings
 
 PATH = "/v1/realtime"
@@ -60,6 +61,7 @@ class Realtime:
         if "call_id" in query:
             raise bad_request("call_id: this server takes no calls", "call_id", "unsupported_parameter")
         system = self._pipelines.choose(query.get("model"))
+        require_served(PATH, system.pipeline)
         name = system.pipeline.name
         model = query.get("model", name)
         return Session(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from tests.support.http_server import Server, Start
 
@@ -67,3 +70,16 @@ def test_a_model_that_cannot_do_what_a_route_does(server: Server, path: str, mod
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, "model", "unsupported_modality")
     assert error["message"] == f"model: '{model}' {words}"
+
+
+@pytest.mark.parametrize(
+    ("model", "routes"), [("painter", f"{CHAT}, {PICTURES}"), ("speaker", SPEECH), ("writer", TRANSCRIPTS)]
+)
+def test_a_realtime_session_that_could_answer_nothing(server: Server, model: str, routes: str) -> None:
+    url = f"ws://127.0.0.1:{server.port}/v1/realtime?model={model}"
+    with pytest.raises(InvalidStatus) as caught, connect(url):
+        pass
+    response = caught.value.response
+    error = json.loads(response.body)["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "model", "unsupported_modality")
+    assert error["message"] == f"model: '{model}' does not answer in text; it serves {routes}"

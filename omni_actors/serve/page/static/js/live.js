@@ -137,9 +137,10 @@ export function abilities(state) {
   const stages = Object.values(state?.stages || {});
   const accepts = new Set(stages.flatMap((stage) => stage.accepts));
   const emits = new Set(stages.map((stage) => stage.emits));
+  const chats = accepts.has("messages") && emits.has("text");
   return {
-    chats: accepts.has("messages") && emits.has("text"),
-    hears: accepts.has("audio"),
+    chats,
+    hears: chats && accepts.has("audio"),
     speaks: emits.has("audio"),
     sees: accepts.has("image"),
     draws: accepts.has("messages") && emits.has("image"),
