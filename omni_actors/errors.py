@@ -219,7 +219,7 @@ class Overloaded(RequestError):
 
     def __init__(self, limit: int, retry_after_s: float, stage: str | None = None) -> None:
         self.limit, self.retry_after_s, self.stage = limit, retry_after_s, stage
-        why = f"{limit} requests are in flight already"
+        why = f"the limit of requests in flight is reached, which is {limit}"
         if stage is not None:
             why = f"stage {stage!r} does not keep up with its control messages"
         super().__init__(f"{why}; try again in {retry_after_s:.0f} s")

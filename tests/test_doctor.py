@@ -171,7 +171,7 @@ def test_the_report_and_its_exit_code(free_port: int) -> None:
     assert {"torch", "CUDA"} & {each["name"] for each in report["findings"]}
     bad = invoke("ecco")
     assert bad.exit_code == 1
-    assert "1 errors" in bad.stdout
+    assert "1 error, " in bad.stdout
     assert "→ correct the name or the file" in bad.stdout
 
 

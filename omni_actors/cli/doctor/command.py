@@ -62,7 +62,8 @@ def _print(checks: Iterable[Finding]) -> list[Finding]:
         console.print(line)
         if finding.remedy:
             console.print(Text(f"{'':28}→ {finding.remedy}", style="dim"))
-    console.print(f"{_count(found, 'error')} errors, {_count(found, 'warning')} warnings")
+    counts = ((_count(found, status), status) for status in ("error", "warning"))
+    console.print(", ".join(f"{count} {status}{'' if count == 1 else 's'}" for count, status in counts))
     return found
 
 

@@ -53,7 +53,7 @@ class Realtime:
     def _open(self, websocket: WebSocket) -> Session:
         """Raises HTTPError."""
         if self.count >= self._most:
-            message = f"there are {self._most} sessions, which is the limit"
+            message = f"the server's sessions are all taken; the limit is {self._most}"
             raise HTTPError(429, message, code="too_many_sessions", retry_after_s=BUSY_RETRY_S)
         query = websocket.query_params
         if query.get("intent") not in (None, "realtime"):
