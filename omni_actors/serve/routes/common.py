@@ -46,7 +46,7 @@ class _Need(NamedTuple):
 _TRANSCRIPTS = _Need({"audio"}, {"transcript"}, "writes no transcripts")
 _ANSWERS = _Need({"messages"}, {"text"}, "does not answer in text")
 _NEEDS = {
-    "/v1/chat/completions": _Need({"messages"}, {"text", "image"}, "does not chat"),
+    "/v1/chat/completions": _Need({"messages"}, {"text", "audio", "image"}, "does not chat"),
     "/v1/completions": _ANSWERS,
     "/v1/responses": _ANSWERS,
     "/v1/audio/speech": _Need({"script"}, {"audio"}, "does not read texts aloud"),
