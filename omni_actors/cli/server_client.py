@@ -8,6 +8,8 @@ Rules
 
 from __future__ import annotations
 
+import os
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -28,6 +30,8 @@ MAX_REFUSAL_BYTES = 64 * 1024
 MAX_KIND, MAX_MESSAGE = 80, 1000
 """The characters of an error that are kept."""
 CONNECT_TIMEOUT_S = 10.0
+UNKNOWN_ISSUER = {18, 19, 20, 21}
+"""OpenSSL's codes for a certificate that no trusted one has signed, such as one that has signed itself."""
 DONE = "[DONE]"
 """What the last event of a stream of completions says."""
 
@@ -113,10 +117,20 @@ class Server:
         except httpx2.TimeoutException as error:
             raise ServerError("timeout", f"{self.url} did not answer in time ({type(error).__name__})") from error
         except (httpx2.TransportError, httpx2.DecodingError) as error:
-            reason = str(error) or type(error).__name__
-            raise ServerError("connection", f"{self.url}: the connection failed: {reason}") from error
+            raise ServerError("connection", f"{self.url}: the connection failed: {_reason(error)}") from error
         except httpx2.SSEError as error:
             raise ServerError("invalid answer", f"{self.url}: an invalid stream of events: {error}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a connection failed. An error of TLS has its words at the end of a chain of errors without any."""
+    cause: BaseException | None = error
+    while cause is not None and not str(cause):
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(cause, ssl.SSLCertVerificationError):
+        return str(cause or type(error).__name__)
+    hint = "; SSL_CERT_FILE=FILE trusts it" if cause.verify_code in UNKNOWN_ISSUER else ""
+    return f"certificate verify failed: {cause.verify_message}{hint}"
 
 
 @asynccontextmanager
@@ -131,7 +145,8 @@ async def open_server(
         read_timeout_s: The longest silence while an answer is read; None: no limit.
         max_connections: The limit of connections; None: no limit.
 
-    Raises click.BadParameter: ``url`` is not the URL of a server, or no header can carry the key.
+    Raises click.UsageError: ``url`` is not the URL of a server, no header can carry the key, or the certificates that
+    SSL_CERT_FILE and SSL_CERT_DIR name cannot be read.
     """
     base = url.rstrip("/").removesuffix("/v1")
     try:
@@ -147,9 +162,13 @@ async def open_server(
     limits = httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
     timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=read_timeout_s, write=read_timeout_s, pool=None)
     is_tls = parsed.scheme == "https"  # without TLS, no certificates are read, which takes time
-    client = httpx2.AsyncClient(
-        base_url=f"{base}/v1/", headers=headers, limits=limits, timeout=timeout, verify=is_tls, trust_env=is_tls
-    )
+    try:
+        client = httpx2.AsyncClient(
+            base_url=f"{base}/v1/", headers=headers, limits=limits, timeout=timeout, verify=is_tls, trust_env=is_tls
+        )
+    except OSError as error:  # an error of ssl is one, too
+        files = os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR")
+        raise click.UsageError(f"the certificates to trust cannot be read ({files}): {error}") from error
     async with client as http:
         yield Server(base, http)
 

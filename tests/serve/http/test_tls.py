@@ -17,6 +17,7 @@ import trio
 import trio.testing
 from click.testing import CliRunner
 
+from omni_actors.cli import main
 from omni_actors.serve.command import serve_command
 from omni_actors.serve.http import connection
 from omni_actors.serve.http.tls_socket import TLSSocket
@@ -88,6 +89,24 @@ def test_openais_realtime_client_over_https(secure: Server) -> None:
         options: Any = {"ssl": context}
         with client.realtime.connect(model="studio", websocket_connection_options=options) as session:
             assert session.recv().type == "session.created"
+
+
+def test_a_command_says_why_it_refuses_a_certificate_and_what_trusts_it(secure: Server) -> None:
+    def chat(url: str, certificates: str | None) -> tuple[int, str]:
+        arguments, environment = ["chat", "--url", url], {"SSL_CERT_FILE": certificates}
+        result = CliRunner().invoke(main, arguments, input="hello\n", env=environment)
+        return result.exit_code, " ".join(result.stderr.split())
+
+    trusted = str(FILES / "server.pem")
+    code, words = chat(secure.url, None)
+    assert code == 1
+    assert "certificate verify failed: self-signed certificate; SSL_CERT_FILE=FILE trusts it" in words
+    assert chat(secure.url, trusted) == (0, "")
+    code, words = chat(secure.url.replace("127.0.0.1", "127.1"), trusted)
+    assert (code, words.endswith("certificate is not valid for '127.1'.")) == (1, True), words
+    for file in ("/nowhere.pem", __file__):
+        code, words = chat(secure.url, file)
+        assert (code, f"({file})" in words) == (2, True), words
 
 
 def test_a_body_of_many_records_arrives_whole(secure: Server) -> None:
