@@ -1,11 +1,14 @@
-"""What the page costs: its first paint, and the CPU time of viewers (`python -m bench.page`; needs Chromium).
+"""What the page costs: its first paint, its bytes, and the CPU time of viewers (`python -m bench.page`).
+
+It needs Chromium. At the end it prints whether the bounds are met, and exits with 1 when one is not.
 
 Paint: ``--loads`` new browsers, each with an empty cache, open the page of a server on this machine, one after the
 other. The figure is the browser's own "first-contentful-paint", from the start of the navigation.
 
 Viewers: two answers are in progress, so that the live state changes all the time. The cost of the stream of states is
 the server's CPU time with viewers less that without, each over ``--seconds``; no browser runs then. The cost of the
-page is the CPU time of all processes of the browser while it shows the same; without a GPU, the CPU draws it.
+page is the CPU time of its scripts, styles and layouts while it shows the same. No bound covers what painting costs the
+browser beside that: without a GPU, the CPU draws it.
 
 ``--screenshots DIR`` takes the pictures of docs/page.md instead, on the pipeline ``voice``. Times on them are the
 machine's, so nothing else should run. The report has the load average at the start and at the end.
@@ -22,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,12 +35,21 @@ import httpx
 import numpy as np
 import psutil
 import soundfile
+from rich.console import Console
 
+from bench.bounds import Bound, show_bounds
+from omni_actors.serve.page.files import read_files
 from tests.support.chromium import Page, open_page
 
 SLOW_ANSWERS = ("-s", "stages.first.options.fan_out=100000", "-s", "stages.first.options.step_s=0.05")
 ANSWERS = 2
 VIEWERS = (1, 4)
+FIRST_PAINT_MS = 300
+"""On loopback, of each browser."""
+PAGE_KB = 300
+"""All files of the page."""
+CPU_PERCENT = 2
+"""Of one core, for up to ten changes a second: of the server, for all viewers; and of the page's own work."""
 START_S = 300.0
 DESKTOP, PHONE = (1360, 980), (390, 1000)
 SPOKEN = "What is the capital of France?"
@@ -160,11 +172,23 @@ def measure(loads: int, seconds: float) -> dict[str, Any]:
     return {
         "first_paint_ms": paints,
         "first_paint_median_ms": statistics.median(paints),
+        "page_bytes": sum(len(content) for content, _ in read_files().values()),
         "server_share_without_viewers": idle,
         "server_share_of_viewers": {viewers: share - idle for viewers, (share, _) in shares.items()},
         "changes_per_s": {viewers: changes for viewers, (_, changes) in shares.items()},
         "browser_shares": browser,
     }
+
+
+def bounds(figures: Mapping[str, Any]) -> list[Bound]:
+    """Return the bounds of what ``measure`` returned."""
+    shares = {f"server, viewers: {viewers}": share for viewers, share in figures["server_share_of_viewers"].items()}
+    shares["scripts, styles and layouts of the page"] = figures["browser_shares"]["updates"]
+    return [
+        Bound("first paint, most", max(figures["first_paint_ms"]), FIRST_PAINT_MS, "ms"),
+        Bound("files of the page", figures["page_bytes"] / 1000, PAGE_KB, "KB"),
+        *(Bound(f"CPU time: {what}", 100 * share, CPU_PERCENT, "% of a core") for what, share in shares.items()),
+    ]
 
 
 def write_question(url: str, file: Path) -> None:
@@ -240,6 +264,9 @@ def main(loads: int, seconds: float, json_file: Path | None, folder: Path | None
     print(found)
     if json_file is not None:
         json_file.write_text(found + "\n")
+    found_bounds = bounds(figures) if figures else []
+    show_bounds(Console(), found_bounds)
+    sys.exit(0 if all(each.is_met for each in found_bounds) else 1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ are ``PAUSE_S`` of silence. White noise is added with a seed, at 20 and 10 dB be
 detector alone, and as a realtime session hears it: in the formats of clients, decoded and resampled. It comes in chunks
 of 20 ms. All delays are positions in the stream, not times of a clock: from a sentence's first or last sample to the
 end of the chunk with which the detector found its start or end. The cost is CPU time of the process.
+
+At the end it prints whether the bounds are met, each in the worst case, and exits with 1 when one is not.
 """
 
 from __future__ import annotations
@@ -12,19 +14,21 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import click
 import numpy as np
 import soxr
+from rich.console import Console
 
+from bench.bounds import Bound, quantile, show_bounds
 from omni_actors import turns
 from omni_actors.serve.realtime.config import PCM, PCMU, AudioFormat
 from omni_actors.serve.realtime.sound import SoundDecoder, bytes_per_s, encode, rate_of
-from omni_actors.stress.report import percentile
 
 RATE = turns.SAMPLE_RATE
 NOISE_DB: tuple[int | None, ...] = (None, 20, 10)
@@ -57,6 +61,12 @@ UNFINISHED = ("The train leaves at nine, and", "So what I mean is")
 FORMATS: dict[str, AudioFormat | None] = {"detector": None, "audio/pcm": PCM(), "audio/pcmu": PCMU()}
 """How the sound reaches the detector: without a session, or in a format of clients."""
 SETTINGS: dict[str, turns.TurnDetection] = {"server_vad": turns.ServerVad(), "semantic_vad": turns.SemanticVad()}
+START_MS = 250
+"""From the first sample of a sentence to its start, at the 95th percentile."""
+END_MS = {"server_vad": turns.ServerVad().silence_duration_ms + 100, "semantic_vad": 400}
+"""From the last sample of a turn to its end, at the 95th percentile."""
+CPU_PERCENT = 2
+"""What one session may cost, of one core."""
 Sound: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -148,10 +158,25 @@ def _decoded(sound: Sound, format: AudioFormat) -> Iterator[Sound]:
         yield decoder.push(data[at : at + size])
 
 
+def bounds(rows: Sequence[dict[str, Any]]) -> list[Bound]:
+    """Return the bounds of each kind of detection, with what its worst row has."""
+    found = list[Bound]()
+    for kind in SETTINGS:
+        mine = [row for row in rows if row["detection"] == kind]
+        start_ms, end_ms = (max(row[name][1] for row in mine) for name in ("start_ms", "end_ms"))
+        found += [
+            Bound(f"{kind}: sentences cut, missed or joined", sum(row["wrong"] for row in mine), 0),
+            Bound(f"{kind}: start found, p95", start_ms, START_MS, "ms"),
+            Bound(f"{kind}: end found, p95", end_ms, END_MS[kind], "ms"),
+            Bound(f"{kind}: CPU time", max(row["cpu_percent"] for row in mine), CPU_PERCENT, "% of a core"),
+        ]
+    return found
+
+
 @click.command()
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write the figures to this file.")
 def main(file: Path | None) -> None:
-    """Print one line for each kind of detection, each format and each noise."""
+    """Print one line for each kind of detection, each format and each noise, and whether the bounds are met."""
     spoken = [say(text) for text in SENTENCES]
     rows = []
     for kind, settings in SETTINGS.items():
@@ -166,14 +191,17 @@ def main(file: Path | None) -> None:
                     "noise_db": noise_db,
                     "sentences": len(spoken),
                     "wrong": found.wrong,
-                    "start_ms": [round(percentile(found.start_delays_ms, p)) for p in (50, 95, 100)],
-                    "end_ms": [round(percentile(found.end_delays_ms, p)) for p in (50, 95, 100)],
+                    "start_ms": [round(quantile(found.start_delays_ms, p), 1) for p in (50, 95, 100)],
+                    "end_ms": [round(quantile(found.end_delays_ms, p), 1) for p in (50, 95, 100)],
                     "cpu_percent": round(100 * found.cpu_s / (len(conversation.sound) / RATE), 2),
                 }
             )
             click.echo(json.dumps(rows[-1]))
     if file is not None:
         file.write_text(json.dumps(rows, indent=1))
+    found_bounds = bounds(rows)
+    show_bounds(Console(), found_bounds)
+    sys.exit(0 if all(each.is_met for each in found_bounds) else 1)
 
 
 if __name__ == "__main__":

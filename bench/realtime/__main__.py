@@ -20,6 +20,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from bench.bounds import Bound, show_bounds
 from bench.realtime import barge_in, end_of_turn, kills, report
 from bench.realtime.server import Server, serving
 
@@ -32,7 +33,7 @@ class Measurement:
     def __init__(self, console: Console, overrides: Sequence[str], plan: dict[str, Any]) -> None:
         self._console, self._overrides, self._plan = console, overrides, plan
         self.figures: dict[str, Any] = {"load": os.getloadavg()[0]}
-        self.bounds: list[report.Bound] = []
+        self.bounds: list[Bound] = []
 
     async def run(self, parts: Sequence[str]) -> None:
         """Measure the parts. SIGTERM cancels this."""
@@ -118,7 +119,7 @@ def main(only: tuple[str, ...], overrides: tuple[str, ...], json_file: Path | No
     except (asyncio.CancelledError, KeyboardInterrupt):
         console.print("interrupted")
     finally:
-        report.show_bounds(console, measurement.bounds)
+        show_bounds(console, measurement.bounds)
         if json_file is not None:
             bounds = [{**asdict(each), "met": each.is_met} for each in measurement.bounds]
             json_file.write_text(json.dumps(_finite({**measurement.figures, "bounds": bounds}), indent=1))

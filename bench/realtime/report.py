@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bench.bounds import Bound, quantile
 from bench.realtime.barge_in import BargeIn
 from bench.realtime.end_of_turn import Heard
 from bench.realtime.kills import Run
-from omni_actors.stress.report import percentile
-from omni_actors.turns import ServerVad
+from bench.turns import END_MS
 
 STOP_MS = 250
 """From the first sample of a barge-in to the last sound, at the 95th percentile."""
 WORDS = 1
 """How many words a kept transcript may differ by from what was heard, at the 95th percentile."""
-END_MS = {"server_vad": ServerVad().silence_duration_ms + 100, "semantic_vad": 400}
-"""From the last sample of a turn to its end, at the 95th percentile."""
-
-
-@dataclass
-class Bound:
-    """One bound. most: of ``found``; without anything measured, ``found`` is infinite."""
-
-    what: str
-    found: float
-    most: float
-    unit: str = ""
-
-    @property
-    def is_met(self) -> bool:
-        return self.found <= self.most
-
-
-def quantile(values: Iterable[float], share: int) -> float:
-    """Return a percentile of the finite values; infinity if there are none."""
-    found = percentile([value for value in values if math.isfinite(value)], share)
-    return math.inf if found is None else found
 
 
 def quantiles(values_s: Sequence[float], *shares: int) -> str:
@@ -142,14 +119,3 @@ def show_turns(console: Console, found: Sequence[Heard]) -> None:
     for each in found:
         if each.lost:
             console.print(escape(f"{each.detection}: {each.lost}"), style="red")
-
-
-def show_bounds(console: Console, bounds: Sequence[Bound]) -> None:
-    """Print whether each bound is met."""
-    table = Table("bound", "found", "most", "")
-    for each in bounds:
-        values = [
-            "none" if math.isinf(value) else f"{value:.0f} {each.unit}".strip() for value in (each.found, each.most)
-        ]
-        table.add_row(each.what, *values, "[green]met" if each.is_met else "[red]missed")
-    console.print(table)

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.turns import (
+    END_MS,
     FORMATS,
     NOISE_DB,
     PAUSE_S,
     RATE,
     SENTENCES,
     SETTINGS,
+    START_MS,
     UNFINISHED,
     Conversation,
     converse,
@@ -32,8 +34,6 @@ pytestmark = pytest.mark.voice
 
 SERVER, SEMANTIC = turns.ServerVad(), turns.SemanticVad()
 SILENCE = np.zeros(RATE, np.float32)
-START_BOUND_MS = 250
-END_BOUND_MS = {"server_vad": SERVER.silence_duration_ms + 100, "semantic_vad": 400}
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def test_each_sentence_is_one_turn_that_is_found_in_time(
     assert [each.wrong for each in found] == [0] * len(noises)
     starts, ends = ([delay for each in found for delay in each[n]] for n in (0, 1))
     assert len(ends) == len(SENTENCES) * len(noises)
-    assert (percentile(starts, 95) or 0) <= START_BOUND_MS
-    assert (percentile(ends, 95) or 0) <= END_BOUND_MS[kind]
+    assert (percentile(starts, 95) or 0) <= START_MS
+    assert (percentile(ends, 95) or 0) <= END_MS[kind]
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_turns_are_found_in_time_in_the_formats_of_clients(
     found = [listen(SEMANTIC, conversations[noise_db], FORMATS[format]) for noise_db in noises]
     assert [each.wrong for each in found] == [0] * len(noises)
     starts, ends = ([delay for each in found for delay in each[n]] for n in (0, 1))
-    assert (percentile(starts, 95) or 0) <= START_BOUND_MS
-    assert (percentile(ends, 95) or 0) <= END_BOUND_MS["semantic_vad"]
+    assert (percentile(starts, 95) or 0) <= START_MS
+    assert (percentile(ends, 95) or 0) <= END_MS["semantic_vad"]
 
 
 @pytest.mark.parametrize("detection", [SERVER, SEMANTIC], ids=SETTINGS)
@@ -112,7 +112,7 @@ def test_a_turn_begins_with_the_padding_and_ends_with_the_silence() -> None:
     assert isinstance(started, turns.SpeechStarted)
     assert isinstance(stopped, turns.SpeechStopped)
     assert started.at_ms == started.speech_ms - 200
-    assert begin - 32 <= started.speech_ms <= begin + START_BOUND_MS
+    assert begin - 32 <= started.speech_ms <= begin + START_MS
     assert abs(stopped.speech_ms - end) <= 100
     assert 800 - 32 <= stopped.at_ms - stopped.speech_ms <= 800
 
