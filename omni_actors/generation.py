@@ -216,6 +216,7 @@ class Generation:
         if self.played_at is not None and self.stream.request.account.reader != "whole":
             self._playback = self._playback or self._speech.open()
             self._speech.feed(self._playback, duration_s / self.played_at)
+            self.stream.request.underruns = self._playback.underruns
 
     def _end_speech(self) -> None:
         if self._playback is not None:

@@ -92,11 +92,16 @@ async def test_a_slow_speaker_underruns_and_the_metrics_tell(tmp_path: Path) -> 
     """A word lasts WORD_S, and the next one comes later than that and the budget together."""
     async with speaker(tmp_path, WORD_S + 6 * BUDGET_S) as omni:
         generation = omni.generate(script="one two three")
-        found = [(output.metrics, sample(omni, "streams")) async for output in generation]
+        found, heard = [], []
+        async for output in generation:
+            found.append((output.metrics, sample(omni, "streams")))
+            heard += [each.underruns for each in omni.live_state().requests.values()]
+        assert sorted({*heard}) == [0, 1, 2], "the live state has them while the sound is read"
         metrics = found[-1][0]
         assert metrics is not None
         assert metrics.underruns == 2
         assert metrics.gap_s > 2 * BUDGET_S
+        assert [each.underruns for each in omni.live_state().requests.values()] == [2]
         assert sample(omni, "underruns_total") == sample(omni, "gap_seconds_count") == 2
         assert (found[0][1], sample(omni, "streams")) == (1, 0)
 

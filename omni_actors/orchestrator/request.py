@@ -164,6 +164,8 @@ class Request:
     """Statistics of the stages that have finished."""
     sent_bytes: dict[str, int] = field(default_factory=dict)
     """Input bytes that the parent sent to each replica."""
+    underruns: int = 0
+    """Gaps that a listener of its sound has heard (see ``playback``), as the reader of the sound reports them."""
     last_data: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """The small data of each stage's last output to the client."""
     trace: Any = None

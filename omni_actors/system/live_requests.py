@@ -69,6 +69,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         total_s: Seconds from its submission to its end; None while it runs.
         ttft_s, ttfa_s: Seconds to the first text and to the first sound for the client; None if there was none, if it
             is not known yet, or if the stage died.
+        underruns: Gaps that a listener of its sound has heard until now (see ``playback``).
         failure: Why it failed.
     """
 
@@ -81,6 +82,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     total_s: float | None = None
     ttft_s: float | None = None
     ttfa_s: float | None = None
+    underruns: int = 0
     failure: RequestFailure | None = None
 
 
@@ -108,6 +110,7 @@ def live_request(request: Request, pipeline: Pipeline) -> LiveRequest:
         total_s=None if request.finished is None else _rounded(request.finished - request.submitted),
         ttft_s=_first_output_s(request, pipeline, "text"),
         ttfa_s=_first_output_s(request, pipeline, "audio"),
+        underruns=request.underruns,
         failure=_failure(request),
     )
 

@@ -106,6 +106,16 @@ def test_the_reason_of_a_failure_takes_no_space_from_other_columns() -> None:
     assert re.search(r"chatcmpl-0 +failed +1\.00 s .*the worker", console.export_text())
 
 
+def test_a_request_has_its_underruns() -> None:
+    request = LiveRequest(name="speech-0", state="done", submitted=0.0, stages=["a"], bars=[], total_s=1.0)
+    requests = {"speech-0": msgspec.structs.replace(request, underruns=3), "speech-1": request}
+    text = shown(msgspec.structs.replace(state(0, 0), requests=requests), Rates(), 200)
+    assert re.search(r"TTFA  underruns  life", text)
+    assert "underruns" not in shown(msgspec.structs.replace(state(0, 0), requests={"speech-1": request}), Rates(), 200)
+    assert len(re.findall(r"done +1\.00 s +– +– +3 ", text)) == 1
+    assert len(re.findall(r"done +1\.00 s +– +– +$", text, re.MULTILINE)) == 1, "no number stands for none"
+
+
 @pytest.mark.parametrize(("used", "capacity"), [(0, 0), (7, 0), (10**7, 1024), (-5, 1024)])
 def test_a_ring_of_impossible_size_takes_the_space_of_one_ring(used: int, capacity: int) -> None:
     live = state(0, 0)

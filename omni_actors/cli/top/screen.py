@@ -1,7 +1,8 @@
 """The live state as tables for a terminal, of any width.
 
-A column has a rank. While the columns do not fit, the one with the highest rank is left out. The last column of a table
-takes the space that is left. No cell is read as rich's markup.
+A column has a rank. While the columns do not fit, the one with the highest rank is left out. One in which no row has
+anything is left out too, unless its rank is 0. The last column of a table takes the space that is left. No cell is read
+as rich's markup.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _fit(columns: Sequence[_Column], rows: Sequence[Sequence[Text]], width: int,
     widths = [
         max([len(column.title), *(row[number].cell_len for row in rows)]) + GAP for number, column in enumerate(columns)
     ]
-    shown = list(range(len(columns)))
+    shown = [each for each in range(len(columns)) if columns[each].rank == 0 or any(row[each] for row in rows)]
     for number in sorted(shown, key=lambda each: -columns[each].rank):
         if columns[number].rank == 0 or sum(widths[each] for each in shown) + rest <= width:
             break
@@ -149,15 +150,13 @@ def _stages(state: LiveState, now: float, width: int) -> Table:
         for number, replica in stage.replicas.items():
             label = f"{name}.{number}" + (" (standby)" if replica.standby else "")
             load = "" if replica.load_s is None else f"{replica.load_s:.1f} s"
-            counts = (replica.pid or "", replica.generation, replica.restarts, replica.requests)
+            counts = (replica.pid or "–", replica.generation, replica.restarts, replica.requests)
             status = Text(replica.state, STATE_STYLES.get(replica.state, ""))
             names = (label, _short(replica.node or ""), stage.engine)
             rows.append([*map(Text, names), status, *(Text(str(each)) for each in counts), Text(load)])
             notes.append(_note(replica, now))
     widest = max((note.cell_len for note in notes), default=0)
     shown, rest = _fit(STAGE_COLUMNS, rows, width, min(widest, NOTE_WIDTH))
-    if not state.nodes:
-        shown = [each for each in shown if STAGE_COLUMNS[each].title != "node"]
     table = _table([*(STAGE_COLUMNS[each] for each in shown), _Column("note")])
     for row, note in zip(rows, notes, strict=True):
         note.truncate(max(NOTE_WIDTH, rest), overflow="ellipsis")
@@ -264,6 +263,7 @@ REQUEST_COLUMNS = (
     _Column("time", is_number=True),
     _Column("TTFT", 2, True),
     _Column("TTFA", 1, True),
+    _Column("underruns", 4, True),
     _Column("replays", 3, True),
 )
 
@@ -289,7 +289,8 @@ def _request(request: LiveRequest, total: float, width: int) -> list[Text]:
     name = request.name[: NAME_WIDTH if width >= WIDE else SHORT_NAME_WIDTH]
     times = (_seconds(value) for value in (total, request.ttft_s, request.ttfa_s))
     status = Text(request.state, STATE_STYLES.get(request.state, "red"))
-    return [Text(name), status, *map(Text, times), Text(str(request.replays or ""))]
+    counts = (str(value or "") for value in (request.underruns, request.replays))
+    return [Text(name), status, *map(Text, times), *map(Text, counts)]
 
 
 def _seconds(value: float | None) -> str:

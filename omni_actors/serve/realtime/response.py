@@ -72,6 +72,8 @@ class Response:
         self._calls = Calls(settings.body)
         self._encoder = SoundEncoder(settings.config.audio.output.format)
         self.pacer = Pacer(ends=player_ends)
+        self._speaker: Generation | None = None
+        """Whose sound is sent."""
         self._scope = trio.CancelScope()
         self._reason: CancelReason | None = None
         self._failure: OmniError | HTTPError | None = None
@@ -178,7 +180,7 @@ class Response:
                         names = ("prompt_tokens", "completion_tokens")
                         self._usage = {name: output.data[name] for name in names}
                     if isinstance(output.delta, AudioChunk):
-                        await self._add_sound(output, queue)
+                        await self._add_sound(generation, output, queue)
                     elif isinstance(output.delta, str) and output.modality == "text":
                         await self._add_text(*self._calls.push(output.delta), script)
                 break
@@ -220,12 +222,13 @@ class Response:
         try:
             while (output := await self._pipeline.next_output(generation)) is not None:
                 if isinstance(output.delta, AudioChunk):
-                    await self._add_sound(output, queue)
+                    await self._add_sound(generation, output, queue)
         finally:
             generation.abort()
 
-    async def _add_sound(self, output: Output, queue: trio.MemorySendChannel[bytes]) -> None:
+    async def _add_sound(self, generation: Generation, output: Output, queue: trio.MemorySendChannel[bytes]) -> None:
         assert isinstance(output.delta, AudioChunk)
+        self._speaker = generation
         self._events.computed(output.delta, output.data.get("sentence_text"))
         if data := self._encoder.push(output.delta):
             await queue.send(data)
@@ -247,6 +250,8 @@ class Response:
                     self._events.sound(piece, rate)
                     self.pacer.sent(now, duration_s)
                     speech.feed(playback, duration_s)
+                    if self._speaker is not None:
+                        self._speaker.stream.request.underruns = playback.underruns
         finally:
             if playback is not None:
                 speech.close(playback)

@@ -73,6 +73,17 @@ def test_a_typed_question_is_answered_while_a_stage_is_killed(lively: Server, fi
         assert page.errors == []
 
 
+@pytest.mark.slow
+def test_a_request_is_shown_with_its_underruns(start: Start) -> None:
+    """A word lasts 0.1 s, and each of the three takes 0.7 s."""
+    body = {"model": "studio", "voice": "any", "input": "la la la", "response_format": "pcm"}
+    with start("-s", "stages.mouth.options.step_s=0.7") as server, open_page() as page:
+        page.open(server.url)
+        assert server.http.post("/v1/audio/speech", json=body).status_code == 200
+        page.wait("document.querySelector('.requests summary')?.innerText.includes('2 underruns')")
+        assert page.errors == []
+
+
 LISTENED_S = "parseFloat(document.querySelector('.mic').innerText.replace(/[^0-9.]/g, ''))"
 """For how many seconds the page has listened, as the button says."""
 

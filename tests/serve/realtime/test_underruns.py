@@ -19,3 +19,5 @@ def test_a_slow_answer_has_underruns(start: Start) -> None:
         assert talk.until("response.done")[-1]["response"]["status"] == "completed"
         assert server.metric("omni_speech_underruns_total") == 2
         assert server.metric("omni_speech_streams") == 0
+        requests = server.http.get("/v1/state").json()["requests"].values()
+        assert sum(each.get("underruns", 0) for each in requests) == 2

@@ -34,6 +34,7 @@ function RequestRow({ request, isOpen }) {
   const facts = [
     request.ttft_s !== undefined && `text ${seconds(request.ttft_s)}`,
     request.ttfa_s !== undefined && `sound ${seconds(request.ttfa_s)}`,
+    request.underruns > 0 && `${request.underruns} ${request.underruns > 1 ? "underruns" : "underrun"}`,
     request.replays > 0 && `${request.replays} ${request.replays > 1 ? "resumes" : "resume"}`,
   ].filter(Boolean);
   return html`<details class="request" data-state=${request.state} open=${isOpen}>
