@@ -23,6 +23,7 @@ from omni_actors.errors import ClusterUnavailable
 from omni_actors.generation import Generation
 from omni_actors.outputs import Output
 from tests.cluster.long_answers import (
+    OUTPUTS,
     ask_long,
     assert_one_writer_at_a_time,
     check_exact,
@@ -129,17 +130,20 @@ PARTITIONS = {"from n2": FROM_N2, "to n2": TO_N2, "both ways": FROM_N2 | TO_N2}
 async def read_through(
     generation: Generation, ray: RayNodes, lost: Mapping[str, Sequence[str]], seconds: float
 ) -> list[Output]:
-    """Read all outputs; from the first one on, the nodes are partitioned for some seconds."""
-    ends = trio.Event()
+    """Read all outputs; from the first one on, the nodes are partitioned for some seconds, and some are held back."""
+    outputs: list[Output] = []
 
     async def cut() -> None:
         with partition(ray, lost):
             await trio.sleep(seconds)
-        ends.set()
+            assert len(outputs) < 2 * OUTPUTS
 
-    async with trio.open_nursery() as nursery:
-        outputs = await read_until_first(generation, lambda: nursery.start_soon(cut))
-        await ends.wait()
+    with trio.fail_after(WATCHDOG_S):
+        async with trio.open_nursery() as nursery:
+            async for output in generation:
+                if not outputs:
+                    nursery.start_soon(cut)
+                outputs.append(output)
     return outputs
 
 
