@@ -1,4 +1,4 @@
-"""Connections to a pump, or to the parent, that are made byte by byte."""
+"""Connections to a pump, or to the parent, that are made byte by byte; floods of them, and what these cost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,49 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
+import psutil
+import trio
+
 from omni_actors.cluster.channel import Address
 from omni_actors.cluster.handshake import ROLE_OF_LINKS, Connector
+from omni_actors.cluster.strangers import MOST_STRANGERS
 from tests.cluster.linked_rings import SECRET, WATCHDOG_S
+from tests.support.open_descriptors import open_descriptors
+
+FLOOD = """
+import contextlib, random, socket, sys
+address, count = (sys.argv[1], int(sys.argv[2])), int(sys.argv[3])
+connections = []
+for n in range(count):
+    connection = socket.create_connection(address)
+    connection.send(random.Random(n).randbytes(n % 80 + 1))
+    connections.append(connection)
+    if len(connections) == 200:
+        with connections.pop(0) as oldest, contextlib.suppress(ConnectionResetError):
+            oldest.recv(1)
+"""
+"""So many connections, 200 at a time. Most say less than a hello, so they are open until they have to make room: the
+oldest is awaited, so more than may be open are accepted at a time."""
+MEMORY = 8 << 20
+"""What a flood may cost in memory: far less than 10,000 connections with a buffer each."""
+
+
+class Cost:
+    """What strangers cost this process, from now on."""
+
+    def __init__(self) -> None:
+        self._process, self._descriptors = psutil.Process(), len(open_descriptors())
+        self._bytes = self._process.memory_info().rss
+
+    def check(self) -> None:
+        assert self._process.num_fds() <= self._descriptors + MOST_STRANGERS + 16
+        assert self._process.memory_info().rss <= self._bytes + MEMORY
+
+    async def watch(self) -> None:
+        """Check it until cancelled."""
+        while True:
+            self.check()
+            await trio.sleep(0.01)
 
 
 def connect(address: Address) -> socket.socket:
