@@ -199,9 +199,10 @@ async def test_an_agent_that_cannot_start_is_reported_with_its_node() -> None:
 
 
 @pytest.mark.slow
-async def test_an_agent_ends_without_a_parent(tmp_path: Path) -> None:
-    """Its connections are accepted and nothing answers: the agent ends by itself."""
+async def test_an_agent_ends_without_a_parent(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its connections are accepted and nothing answers: the agent ends by itself, before the kernel kills it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = AgentSettings(number=1, parent=listener.getsockname(), secret=bytes(32), lease_s=0.1)
+        settings = AgentSettings(number=1, parent=listener.getsockname(), secret=bytes(32), lease_s=WATCHDOG_S)
         with trio.fail_after(WATCHDOG_S):
-            assert await SubprocessAgents().run("a", settings)
+            assert await SubprocessAgents().run("a", settings) == AgentEnd(True, "exit code 1")
+    assert "has not accepted it within 30 s: the handshake took longer than 5 s" in capfd.readouterr().err
