@@ -6,12 +6,14 @@ import os
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 import trio
+from msgspec import structs
 
 from omni_actors import OmniSystem
 from omni_actors.cluster import remote_agent
@@ -32,6 +34,7 @@ from tests.cluster.long_answers import (
 )
 from tests.cluster.subprocess_cluster import FixedPlaces, named, open_on_nodes
 from tests.support.echo_systems import WATCHDOG_S, ask, pid_of, read, until, wait_restarted
+from tests.support.network import Forwarder
 
 LAYOUTS = {
     "two nodes": {"first": "a", "second": "b"},
@@ -92,25 +95,23 @@ async def test_a_request_goes_on_after_the_death_of_an_agent(writers: Path, node
         assert_one_writer_at_a_time(writers)
 
 
-@pytest.mark.slow
-async def test_the_workers_of_a_node_that_stands_still_end_before_their_successors_start(writers: Path) -> None:
-    """SIGSTOP of the agent alone: its worker goes on, as it does on a node that cannot be reached."""
-    pipeline = long_answers(writers)
-    async with open_on_nodes(pipeline, LAYOUTS["two nodes"], lease_s=LEASE_S) as cluster:
-        omni, worker = cluster.omni, psutil.Process(pid_of(cluster.omni, "first"))
-        generation = ask_long(omni)
-        outputs = await read_until_first(generation, lambda: os.kill(cluster.agents.pids["a"], signal.SIGSTOP))
-        check_exact(generation, outputs)
-        await wait_restarted(omni, "first", 2)
-        assert has_ended(worker)
-        check_exact(after := ask_long(omni), await read(after))
-        assert assert_one_writer_at_a_time(writers) == 3  # the other stage has one
-
-
 class UnreachableAgents(SubprocessAgents):
-    """Agents on nodes that cannot be reached once they are given up: nothing kills them from outside."""
+    """Agents on nodes that cannot be reached once they are given up: nothing kills them from outside.
+
+    lines: what the connections between a node's agent and the parent go through.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, Forwarder] = {}
 
     async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
+        with Forwarder(settings.parent) as line:
+            self.lines[node] = line
+            await self._run_until_lost(node, structs.replace(settings, parent=line.address))
+        raise AssertionError
+
+    async def _run_until_lost(self, node: str, settings: AgentSettings) -> None:
         async with trio.open_nursery() as nursery:
             running = trio.CancelScope(shield=True)
             try:
@@ -120,32 +121,54 @@ class UnreachableAgents(SubprocessAgents):
                 with trio.CancelScope(shield=True):
                     await trio.sleep(LEASE_S)  # the agent is on its own for longer than its lease
                 running.cancel()
-        raise AssertionError
 
     async def _run_shielded(self, scope: trio.CancelScope, node: str, settings: AgentSettings) -> None:
         with scope:
             await super().run(node, settings)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("needs_cuts")
-async def test_no_successor_starts_before_the_lease_of_a_node_that_cannot_be_reached_has_ended(writers: Path) -> None:
-    """The parent gives the node up at once, as its connection is cut. The agent stands still, and kills no worker."""
+@asynccontextmanager
+async def open_on_unreachable(writers: Path) -> AsyncIterator[tuple[OmniSystem, psutil.Process, Forwarder]]:
+    """Yields the first stage's agent and its line, too. At the end, the stage must have moved to another node."""
     agents, places = UnreachableAgents(), FixedPlaces({"first": ("a", "b"), "second": "parent"})
     async with (
         open_cluster(named("a", "b"), agents, places, lease_s=LEASE_S) as spawner,
         OmniSystem.open(long_answers(writers), spawner=spawner) as omni,
     ):
-        lost = psutil.Process(agents.pids["a"])
-
-        def cut_off() -> None:
-            lost.suspend()
-            assert cuts.cut(lost.pid, lambda each: each.remote_port == spawner.address[1]) == 1
-
-        check_exact(generation := ask_long(omni), await read_until_first(generation, cut_off))
+        yield omni, psutil.Process(agents.pids["a"]), agents.lines["a"]
         await wait_restarted(omni, "first", 2)
         assert omni.health().stages["first"][0].node == "b"
-        assert assert_one_writer_at_a_time(writers) == 3
+        check_exact(after := ask_long(omni), await read(after))
+        assert assert_one_writer_at_a_time(writers) == 3  # the other stage has one
+
+
+@pytest.mark.slow
+async def test_the_workers_of_a_node_that_stands_still_end_before_their_successors_start(writers: Path) -> None:
+    """The agent alone is stopped: its worker goes on until the kernel kills both. The parent notices the silence only:
+    nothing tells it that the connection has ended.
+    """
+    async with open_on_unreachable(writers) as (omni, agent, line):
+        worker = psutil.Process(pid_of(omni, "first"))
+
+        def stand_still() -> None:
+            agent.suspend()
+            line.set_stalled(True)
+
+        check_exact(generation := ask_long(omni), await read_until_first(generation, stand_still))
+        assert has_ended(worker)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_cuts")
+async def test_no_successor_starts_before_the_lease_of_a_node_that_cannot_be_reached_has_ended(writers: Path) -> None:
+    """The parent gives the node up at once, as its connection is cut. The agent stands still, and kills no worker."""
+    async with open_on_unreachable(writers) as (omni, agent, line):
+
+        def cut_off() -> None:
+            agent.suspend()
+            assert cuts.cut(agent.pid, lambda each: each.remote_port == line.address[1]) == 1
+
+        check_exact(generation := ask_long(omni), await read_until_first(generation, cut_off))
 
 
 async def test_without_replay_a_lost_node_ends_the_request_with_the_facts() -> None:
