@@ -61,7 +61,7 @@ async def test_answers_cross_nodes_whole_and_in_order(layout: str) -> None:
         for generation in generations:
             check_exact(generation, await read(generation))
         assert len(omni._edges.statistics()) == 4
-        # The counters of rings between workers come with the next renewal of the lease.
+        # The counters of rings between workers come with the agent's next report (``REPORT_S``).
         await until(lambda: all(ring.messages >= 4 for ring in omni._edges.statistics().values()))
 
 
