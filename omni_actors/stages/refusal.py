@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from omni_actors.stages.base import REFUSALS, InvalidRequest
-from omni_actors.validation import split_path
+from omni_actors.validation import explained
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def validated(data: Mapping[str, Any], type: type[T]) -> T:
     try:
         return msgspec.convert(data, type)
     except (msgspec.ValidationError, UnicodeError) as error:  # UnicodeError: a lone surrogate
-        message, param = split_path(error)
+        message, param = explained(error, type, data)
         raise InvalidRequest(f"{param}: {message}" if param else message, param=param or None) from error
 
 

@@ -11,7 +11,7 @@ import msgspec
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.system.terms import SamplingParams, Terms
-from omni_actors.validation import split_path
+from omni_actors.validation import explained
 
 CAPABILITIES = {"guidance_scale", "mm_processor_kwargs", "tokenization_kwargs"}
 """Parameters that only some engines have a use for."""
@@ -103,7 +103,7 @@ class Parameters:
         try:
             checked: dict[str, Any] = msgspec.to_builtins(msgspec.convert(share, schema))
         except msgspec.ValidationError as error:
-            message, path = split_path(error)
+            message, path = explained(error, schema, share)
             param = where + path.partition("[")[0] or None
             raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
         return checked

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from omni_actors import errors
-from omni_actors.serve.http.errors import MAX_MESSAGE, HTTPError, bad_request, truncate
-from omni_actors.validation import split_path
+from omni_actors.serve.http.errors import HTTPError, bad_request
+from omni_actors.validation import UNKNOWN, explained
 
 _STATUSES: dict[type[errors.OmniError], tuple[int, str]] = {
     errors.InputFailed: (400, "input_failed"),
@@ -76,18 +76,16 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         raise bad_request(message, renamed, error.code) from error
 
 
-def from_validation(error: msgspec.ValidationError, accepted_at: Callable[[str], Sequence[Any]]) -> HTTPError:
+def from_validation(error: msgspec.ValidationError, schema: Any, given: Any, *, place: str = "") -> HTTPError:
     """Return the error for a body that does not match its schema.
 
-    accepted_at: returns the values that a field can have, if its schema lists them. Its argument is the field's path.
+    schema, given: see ``explained``. place: the client's name of ``given``; "" for a body.
     """
-    message, param = split_path(error)
-    message = truncate(message, MAX_MESSAGE)
+    message, path = explained(error, schema, given)
     if message.startswith("Object missing required field"):
-        param = f"{param}.{message.split('`')[1]}".lstrip(".")
+        param = ".".join(filter(None, (place, path, message.split("`")[1])))
         return bad_request(f"missing required parameter '{param}'", param, "missing_required_parameter")
-    accepted = accepted_at(param)
+    param = ".".join(filter(None, (place, path)))
     param = re.sub(r"\[\]\[\d+\]$", "[]", param)  # the values of a form's list are fields of one name
-    if accepted:
-        message = f"{message.replace('enum value', 'value')}; accepted: {', '.join(map(repr, accepted))}"
-    return bad_request(f"{param}: {message}" if param else message, param or None)
+    code = "unknown_parameter" if message.startswith(UNKNOWN) else "invalid_value"
+    return bad_request(f"{param}: {message}" if param else message, param or None, code)

@@ -10,13 +10,11 @@ Rules
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
-from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType
 
 from omni_actors.config import Pipeline
 from omni_actors.serve.api.errors import from_validation
@@ -289,7 +287,7 @@ def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True)
     try:
         body = msgspec.convert(fields, schema, strict=strict)
     except msgspec.ValidationError as error:
-        raise from_validation(error, lambda place: _accepted(schema, place)) from error
+        raise from_validation(error, schema, fields) from error
     params: dict[str, Any] = {}
     for name, value in fields.items():
         if name in schema.__struct_encode_fields__ or name in IGNORED_FIELDS:
@@ -348,30 +346,6 @@ def takes_parameter(pipeline: Pipeline, name: str) -> bool:
     """Return whether an engine of the pipeline declares a request parameter of this name."""
     schemas = [pipeline.spec(stage).params for stage in pipeline.stages]
     return any(name in schema.__struct_fields__ for schema in schemas if schema is not None)
-
-
-def _accepted(schema: type[msgspec.Struct], place: str) -> list[Any]:
-    """Return the values that a field of ``schema`` can have, if they are listed. place: "messages[0].role"."""
-    nodes = [msgspec.inspect.type_info(schema)]
-    for key in re.findall(r"[^.\[\]]+(?:\[\])?", place):
-        nodes = [below for node in _alternatives(nodes) for below in _below(node, key)]
-    return [value for node in _alternatives(nodes) if isinstance(node, LiteralType) for value in node.values]
-
-
-def _alternatives(nodes: list[Type]) -> Iterator[Type]:
-    for node in nodes:
-        yield from node.types if isinstance(node, UnionType) else (node,)
-
-
-def _below(node: Type, key: str) -> list[Type]:
-    match node:
-        case ListType(item_type=item) if key.isdigit():
-            return [item]
-        case StructType(tag_field=tag_field, tag=tag) if key == tag_field:
-            return [LiteralType((tag,))]
-        case StructType(fields=fields):
-            return [each.type for each in fields if each.encode_name == key]
-    return []
 
 
 def require_model(asked: str, served: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from omni_actors.serve.http.errors import HTTPError, bad_request
 
 MAX_CALL_BYTES = 1 << 18
 """The limit of the JSON of one call, or of its arguments, in UTF-8."""
-Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", description="1 to 64 letters, digits, '_', '.' or '-'")]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 """The keywords of a JSON schema that hold values and no schemas."""

@@ -23,9 +23,14 @@ from omni_actors.turns import TurnDetection
 MAX_INSTRUCTIONS = 1 << 16
 MAX_TOOLS = 128
 
-Modalities = Annotated[list[Literal["text", "audio"]], Meta(min_length=1, max_length=1)]
+Modalities = Annotated[
+    list[Literal["text", "audio"]], Meta(min_length=1, max_length=1, description="['text'] or ['audio']")
+]
 MaxTokens = Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["inf"]
 Instructions = Annotated[str, Meta(max_length=MAX_INSTRUCTIONS)]
+Language = Annotated[
+    str, Meta(pattern="^[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8}){0,3}$", description="a code such as 'en' or 'pt-BR'")
+]
 _Short = Annotated[str, Meta(max_length=512)]
 
 
@@ -57,7 +62,7 @@ class Transcription(_Struct, frozen=True):
     """
 
     model: _Short | None = None
-    language: Annotated[str, Meta(pattern="^[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8}){0,3}$")] | None = None
+    language: Language | None = None
     prompt: Literal[""] | None = None
 
 
@@ -181,13 +186,7 @@ def convert(given: Any, type: type[_T], place: str) -> _T:
     try:
         return msgspec.convert(given, type)
     except msgspec.ValidationError as error:
-        refusal = from_validation(error, lambda _: ())
-        if place:
-            name = f"{place}.{refusal.param}" if refusal.param else place
-            message = refusal.message
-            refusal.message = message.replace(refusal.param, name, 1) if refusal.param else f"{name}: {message}"
-            refusal.param = name
-        raise refusal from error
+        raise from_validation(error, type, given, place=place) from error
 
 
 def to_wire(config: SessionConfig) -> dict[str, Any]:

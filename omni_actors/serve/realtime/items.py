@@ -32,7 +32,10 @@ _FIELDS = {
 class Part(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """A part of a message. audio: base64 in the session's format. transcript: the words of the audio."""
 
-    type: Literal["input_text", "input_audio", "output_text", "output_audio"]
+    type: Annotated[
+        Literal["input_text", "input_audio", "output_text", "output_audio"],
+        Meta(description="'input_text', 'input_audio', 'output_text', 'output_audio'; pictures are not accepted"),
+    ]
     text: str | None = None
     audio: str | None = None
     transcript: str | None = None

@@ -21,7 +21,7 @@ from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.system import OmniSystem
 from omni_actors.system.pictures import seed_of
-from omni_actors.validation import split_path
+from omni_actors.validation import explained
 
 SESSION_HEADER = "X-Session-ID"
 
@@ -93,7 +93,7 @@ def typed(params: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
                 try:
                     found[field.name] = msgspec.convert(params[field.name], field.type, strict=False)
                 except msgspec.ValidationError as error:
-                    reason, _ = split_path(error)
+                    reason, _ = explained(error, field.type, params[field.name])
                     raise bad_request(f"{field.name}: {reason}", field.name) from error
     return found
 

@@ -9,7 +9,9 @@ from msgspec import Meta
 
 from omni_actors.stages.bounds import Priority, Seed
 
-Size = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", max_length=11)]
+Size = Annotated[
+    str, Meta(pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", max_length=11, description="a size such as '1024x768'")
+]
 """Width and height of a picture in pixels, "1024x768", as in OpenAI's API."""
 Steps = Annotated[int, Meta(ge=1, le=1000)]
 Guidance = Annotated[float, Meta(ge=0, le=100)]

@@ -124,7 +124,7 @@ def test_engines_parameters_have_the_types_that_the_engines_declare() -> None:
         ("image_guidance", "1e999", "Number out of range"),
         ("max_tokens", "9" * 30, "expected an integer <= "),
         ("max_tokens", "9" * 5000, "Integer value out of range"),
-        ("renorm", "5", "Invalid enum value '5'"),
+        ("renorm", "5", "Invalid value '5'; accepted: 'channel', 'global', 'text_channel'"),
     ],
 )
 def test_an_engines_parameter_is_refused_with_the_reason(name: str, value: str, reason: str) -> None:

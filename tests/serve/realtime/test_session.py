@@ -231,7 +231,7 @@ def test_one_response_at_a_time(talk: Session) -> None:
     [
         ("nonsense", {}, "invalid_value", "type"),
         ("session.update", {}, "missing_required_parameter", "session"),
-        ("session.update", {"session": {"voice": "x"}}, "invalid_value", "session"),
+        ("session.update", {"session": {"voice": "x"}}, "unknown_parameter", "session.voice"),
         (
             "session.update",
             {"session": {"output_modalities": ["smell"]}},
