@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from omni_actors.outputs import AudioChunk
@@ -40,9 +42,11 @@ def recording_of(data: bytes, format: AudioFormat, most_s: float, place: str) ->
     Raises HTTPError: it is too short or too long.
     """
     recording = Recording(data[: len(data) - len(data) % frame_bytes(format)], format)
-    if not SHORTEST_MS <= 1000 * recording.duration_s <= 1000 * most_s:
-        found = f"{1000 * recording.duration_s:.0f} ms of sound"
-        raise bad_request(f"{place}: {found}; accepted: {SHORTEST_MS} to {1000 * most_s:.0f} ms", place)
+    found_ms = 1000 * recording.duration_s
+    if not SHORTEST_MS <= found_ms <= 1000 * most_s:
+        whole_ms = math.floor(found_ms) if found_ms < SHORTEST_MS else math.ceil(found_ms)
+        message = f"{place}: {whole_ms} ms of sound; accepted: {SHORTEST_MS} to {1000 * most_s:.0f} ms"
+        raise bad_request(message, place)
     return recording
 
 
@@ -110,8 +114,7 @@ class InputAudio:
         whole = self._size_until(end_ms, format)
         recording = Recording(bytes(self._data[:whole]), format)
         if 1000 * recording.duration_s < SHORTEST_MS:
-            message = (
-                f"the input audio buffer has {1000 * recording.duration_s:.0f} ms of sound; accepted: {SHORTEST_MS}"
-            )
-            raise bad_request(f"{message} ms or more", None, "input_audio_buffer_commit_empty")
+            found_ms = math.floor(1000 * recording.duration_s)
+            message = f"the input audio buffer has {found_ms} ms of sound; accepted: {SHORTEST_MS} ms or more"
+            raise bad_request(message, None, "input_audio_buffer_commit_empty")
         return recording

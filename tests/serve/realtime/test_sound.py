@@ -94,6 +94,16 @@ def test_the_recording_of_an_item_has_bounds_and_its_error_names_the_place(forma
         assert (refused.value.code, refused.value.param) == ("invalid_value", "here")
 
 
+def test_a_length_that_is_refused_is_not_rounded_to_one_that_is_accepted() -> None:
+    buffer = InputAudio(most_s=1.0)
+    buffer.append(bytes(799), PCMU())
+    with pytest.raises(HTTPError, match="has 99 ms of sound; accepted: 100 ms or more"):
+        buffer.recording(PCMU())
+    for size, found in ((799, 99), (8001, 1001)):
+        with pytest.raises(HTTPError, match=f"here: {found} ms of sound; accepted: 100 to 1000 ms"):
+            recording_of(bytes(size), PCMU(), 1.0, "here")
+
+
 def test_a_buffer_is_bounded() -> None:
     buffer = InputAudio(most_s=1.0)
     buffer.append(bytes(48000), PCM())
