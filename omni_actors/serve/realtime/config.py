@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from omni_actors.serve.api.audio_schemas import MAX_PROMPT_CHARACTERS
 from omni_actors.serve.api.errors import from_validation
 from omni_actors.serve.api.tools import FunctionDefinition, FunctionName, Name, NamedTool, Tool
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, ItemReference, Message
@@ -58,12 +59,12 @@ AudioFormat: TypeAlias = PCM | PCMU | PCMA
 class Transcription(_Struct, frozen=True):
     """Tell the client what the user says. The pipeline has one transcriber, so ``model`` has no effect.
 
-    language: a code such as "en" or "pt-BR".
+    language: a code such as "en" or "pt-BR". prompt: see ``audio_schemas.TranslationRequest``.
     """
 
     model: _Short | None = None
     language: Language | None = None
-    prompt: Literal[""] | None = None
+    prompt: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)] | None = None
 
 
 class AudioInput(_Struct, frozen=True):

@@ -15,11 +15,12 @@ from omni_actors.serve.api.schemas import takes_parameter
 from omni_actors.system import OmniSystem
 
 if TYPE_CHECKING:
+    from omni_actors.serve.realtime.config import Transcription
     from omni_actors.serve.realtime.response_settings import ResponseSettings
 
 TRANSCRIBE = "Transcribe the recording. Answer with its words alone."
-LANGUAGE_CHECK_S = 2.0
-"""The longest wait for the transcriber's judgement of a language. Events that follow wait too, to stay in order."""
+TRANSCRIPTION_CHECK_S = 2.0
+"""The longest wait for the transcriber's judgement of settings. Events that follow wait too, to stay in order."""
 _NO_SOUND = AudioChunk(np.zeros(0, np.float32), 16_000)
 
 
@@ -84,36 +85,40 @@ class SessionPipeline:
             raise DeadlineExceeded(longest_s)
         return output
 
-    async def check_language(self, language: str) -> None:
-        """Refuse a language that the transcriber does not know. Raises InvalidRequest.
+    async def check_transcription(self, asked: Transcription) -> None:
+        """Refuse a language that the transcriber does not know, and a prompt where none is used. Raises InvalidRequest.
 
         Only the worker that has loaded the model knows its languages, so this submits a recording without sound. It is
         refused for its language, or because it has no sound. A language is not refused if the system is overloaded, or
-        if the transcriber takes longer than ``LANGUAGE_CHECK_S``: it may be loading.
+        if the transcriber takes longer than ``TRANSCRIPTION_CHECK_S``: it may be loading.
         """
         if not self.transcribes:
+            if asked.prompt:
+                message = f"initial_prompt: no stage of {self.system.pipeline.name!r} takes one; accepted: '', null"
+                raise InvalidRequest(message, param="initial_prompt", code="unsupported_parameter")
             return
         try:
-            generation = self.transcribe(_NO_SOUND, language)
+            generation = self.transcribe(_NO_SOUND, asked)
             try:
-                with trio.move_on_after(LANGUAGE_CHECK_S):
+                with trio.move_on_after(TRANSCRIPTION_CHECK_S):
                     async for _ in generation:
                         pass
             finally:
                 generation.abort()
         except InvalidRequest as error:
             # The ended request keeps this error, and with it everything on the path on which it is raised.
-            if error.param == "language":
+            if error.param in ("language", "initial_prompt"):
                 raise InvalidRequest(error.message, param=error.param, code=error.code) from None
         except OmniError:
             pass  # the transcript of a recording will say so
 
-    def transcribe(self, clip: AudioChunk, language: str | None) -> Generation:
-        """Submit a recording. language: its code, if it is known. Raises OmniError."""
+    def transcribe(self, clip: AudioChunk, asked: Transcription | None) -> Generation:
+        """Submit a recording. asked: the client's settings, if it wants the words. Raises OmniError."""
+        language, prompt = (None, None) if asked is None else (asked.language, asked.prompt)
         terms: dict[str, Any] = {"multi_modal_data": {"audio": clip}, "session": self._session}
         generation: Generation
         if self.transcribes:
-            params: dict[str, Any] = {} if language is None else {"language": language}
+            params: dict[str, Any] = {"language": language, "initial_prompt": prompt or None}  # None: not given
             generation = self.system.generate(modalities=("transcript",), **terms, **params)
         else:
             text = TRANSCRIBE if language is None else f"{TRANSCRIBE} The code of their language is {language}."

@@ -218,7 +218,7 @@ class Session:
             message = "session.audio.input.format: the input audio buffer is not empty; commit or clear it"
             raise bad_request(message, "session.audio.input.format")
         self._check_modalities(config, "session.")
-        await self._check_language(config)
+        await self._check_transcription(config)
         ResponseSettings(config, ResponseParams(), self._pipeline.system.pipeline, self._params)
         before = self._turns
         await self._adopt(config)
@@ -226,12 +226,13 @@ class Session:
         if self._turns is not None and self._turns is not before:
             await self._turns.hear_buffer()
 
-    async def _check_language(self, config: SessionConfig) -> None:
+    async def _check_transcription(self, config: SessionConfig) -> None:
         """Raises HTTPError."""
         before, asked = (each.audio.input.transcription for each in (self._config, config))
-        if asked is not None and asked.language is not None and (before is None or asked.language != before.language):
-            with renaming({"language": "session.audio.input.transcription.language"}):
-                await self._pipeline.check_language(asked.language)
+        if asked is not None and (asked.language is not None or asked.prompt) and asked != before:
+            place = "session.audio.input.transcription"
+            with renaming({"language": f"{place}.language", "initial_prompt": f"{place}.prompt"}):
+                await self._pipeline.check_transcription(asked)
 
     def _check_modalities(self, config: SessionConfig, place: str) -> None:
         """Raises HTTPError."""
@@ -322,8 +323,7 @@ class Session:
         """Have the words of an entry's recordings written down, if the client or the pipeline needs them."""
         asked = self._config.audio.input.transcription
         if entry.recordings and (asked is not None or self._pipeline.transcribes):
-            language = None if asked is None else asked.language
-            self._transcriber.add(entry, is_asked=asked is not None, language=language)
+            self._transcriber.add(entry, asked)
 
     def _transcribe_again(self, entries: Sequence[Entry]) -> None:
         """Have the words written down that a response needs and whose transcripts failed, if that may succeed now."""

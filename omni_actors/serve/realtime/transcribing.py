@@ -13,6 +13,7 @@ import trio
 from omni_actors.errors import OmniError
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.realtime.config import Transcription
 from omni_actors.serve.realtime.conversation import Entry
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import Message
@@ -40,7 +41,7 @@ class Transcriber:
 
     def __init__(self, pipeline: SessionPipeline, outbox: Outbox, max_bytes: int) -> None:
         self._pipeline, self._outbox, self._max_bytes = pipeline, outbox, max_bytes
-        self._queue, self._queued = trio.open_memory_channel[tuple[Entry, bool, str | None]](MOST_WAITING)
+        self._queue, self._queued = trio.open_memory_channel[tuple[Entry, Transcription | None]](MOST_WAITING)
         self._waiting_bytes = 0
 
     def has_room(self, size: int) -> bool:
@@ -55,46 +56,43 @@ class Transcriber:
         if not self.has_room(size):
             raise HTTPError(429, "too many recordings wait for their transcripts", code="transcription_backlog")
 
-    def add(self, entry: Entry, *, is_asked: bool, language: str | None) -> None:
+    def add(self, entry: Entry, asked: Transcription | None) -> None:
         """Transcribe the recordings of an entry that have no transcript. There is room for them.
 
         Args:
             entry: the entry. Its words count as not known until then.
-            is_asked: whether the client gets the words.
-            language: of the recordings, if it is known.
+            asked: the client's settings; None: the client does not get the words.
         """
         entry.expect_words()
         self._waiting_bytes += entry.recorded_bytes
-        self._queue.send_nowait((entry, is_asked, language))
+        self._queue.send_nowait((entry, asked))
 
     async def run(self) -> None:
         """Transcribe until cancelled."""
-        async for entry, is_asked, language in self._queued:
+        async for entry, asked in self._queued:
             size = entry.recorded_bytes
             for index, recording in entry.untranscribed():
                 await self._outbox.wait_room()
                 try:
-                    await self._transcribe(entry, index, recording, is_asked=is_asked, language=language)
+                    await self._transcribe(entry, index, recording, asked)
                 except OmniError as error:
                     entry.error = error.with_traceback(None)  # the ended request keeps the error, and not this session
-                    if is_asked:
+                    if asked is not None:
                         place = {"item_id": entry.item.id, "content_index": index}
                         self._outbox.post(f"{_EVENT}.failed", **place, error=error_object(to_http_error(error)))
             self._waiting_bytes -= size
             entry.words_known.set()
 
-    async def _transcribe(
-        self, entry: Entry, index: int, recording: Recording, *, is_asked: bool, language: str | None
-    ) -> None:
+    async def _transcribe(self, entry: Entry, index: int, recording: Recording, asked: Transcription | None) -> None:
         """Set the transcript of one recording. Raises OmniError."""
         place = {"item_id": entry.item.id, "content_index": index}
         words: list[str] = []
-        generation = self._pipeline.transcribe(recording.clip(), language)
+        generation = self._pipeline.transcribe(recording.clip(), asked)
         try:
             async for output in generation:
                 if isinstance(output.delta, str):
                     words.append(output.delta)
-                    if is_asked:
+                    if asked is not None:
                         self._outbox.post(f"{_EVENT}.delta", **place, delta=output.delta)
                         await self._outbox.wait_room()
         finally:
@@ -102,6 +100,6 @@ class Transcriber:
         assert isinstance(entry.item, Message)
         transcript = entry.item.content[index].transcript = "".join(words).strip()
         entry.measure()
-        if is_asked:
+        if asked is not None:
             usage = {"type": "duration", "seconds": round(recording.duration_s, 3)}
             self._outbox.post(f"{_EVENT}.completed", **place, transcript=transcript, usage=usage)

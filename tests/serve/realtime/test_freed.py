@@ -38,7 +38,7 @@ async def fail(omni: OmniSystem, outbox: Outbox) -> list[weakref.ref[Any]]:
     item = Message(id="one", role="user", content=[Part("input_audio")])
     entry = Entry(item, {0: Recording(silence(REFUSED_S), PCM())})
     transcriber = Transcriber(pipeline, outbox, max_bytes=2**20)
-    transcriber.add(entry, is_asked=False, language=None)
+    transcriber.add(entry, None)
     config = SessionConfig(type="realtime", model="any", output_modalities=["text"])
     settings = ResponseSettings(config, ResponseParams(), omni.pipeline, {})
     conversation = Conversation(max_items=8, max_bytes=2**20)

@@ -69,6 +69,23 @@ def test_a_language_that_the_model_does_not_know_is_refused(talk: Session) -> No
     assert say(talk, recording(0.5)) == "0.5 s at 24000 Hz"
 
 
+def test_a_prompt_is_passed_to_the_transcriber(talk: Session) -> None:
+    assert transcribe(talk, prompt="Dear Zoë")["prompt"] == "Dear Zoë"
+    assert say(talk, recording(0.5)) == "0.5 s at 24000 Hz, Dear Zoë"
+    assert transcribe(talk, prompt="")["prompt"] == ""
+    assert say(talk, recording(0.5)) == "0.5 s at 24000 Hz"
+    long = {"audio": {"input": {"transcription": {"prompt": "x" * 4097}}}}
+    assert "<= 4096" in talk.error("session.update", session=long)["message"]
+
+
+def test_a_prompt_is_refused_where_no_stage_takes_it(start: Start) -> None:
+    with start(config="echo") as server, session(server) as talk:
+        error = talk.error("session.update", session={"audio": {"input": {"transcription": {"prompt": "Dear Zoë"}}}})
+        name = "session.audio.input.transcription.prompt"
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        assert error["message"] == f"{name}: no stage of 'echo' takes one; accepted: '', null"
+
+
 @pytest.mark.slow
 def test_events_behind_a_language_that_cannot_be_checked_are_taken_in_order(start: Start) -> None:
     """The transcriber is stopped. Its death would end the wait too, so it is alive at the end."""
