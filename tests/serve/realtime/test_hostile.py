@@ -1,6 +1,8 @@
 """Hostile sessions: bad JSON, wrong order, floods, broken frames, half-open sockets, events that are too large.
 
-Each of them is answered with events of the protocol or ends with a close code. Afterwards nothing of them is left.
+While a session's frames are intact, a bad event is answered with an error that names it. What ends a session is
+answered with a close code. Broken frames end the connection, at the latest when the client ends its side. Afterwards
+nothing of the sessions is left.
 """
 
 from __future__ import annotations
@@ -10,14 +12,17 @@ import json
 import random
 import socket
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import psutil
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
+from websockets.utils import accept_key
 
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
 from tests.support.realtime import check_event, session
@@ -55,6 +60,8 @@ EVENTS: tuple[dict[str, Any], ...] = (
     *({"type": "response.create", "response": {"conversation": "none", "input": [each["item"]]}} for each in CALLS),
     {"type": "response.cancel"},
 )
+LAST = {"type": "conversation.item.retrieve", "event_id": "last", "item_id": "none"}
+"""A bad event."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +103,7 @@ def binary(rng: random.Random, websocket: ClientConnection) -> None:
 
 
 def too_large(rng: random.Random, websocket: ClientConnection) -> None:
-    websocket.send("x" * rng.randrange(MAX_EVENT_BYTES, 3 * MAX_EVENT_BYTES))
+    websocket.send("x" * rng.randrange(MAX_EVENT_BYTES + 1, 3 * MAX_EVENT_BYTES))
 
 
 def fragments(rng: random.Random, websocket: ClientConnection) -> None:
@@ -121,38 +128,77 @@ def reset(rng: random.Random, websocket: ClientConnection) -> None:
     websocket.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-ACTIONS: tuple[Callable[[random.Random, ClientConnection], None], ...] = (
+Action = Callable[[random.Random, ClientConnection], None]
+ACTIONS: tuple[Action, ...] = (
     *(good, good, good, good, odd, odd, odd, no_json, flood, fragments),
     *(binary, too_large, garbage, declared, half_open, reset),
 )
+ENDS: dict[Action, set[int | None]] = {
+    binary: {1003},
+    too_large: {1009},
+    **{action: {None, *CODES} for action in (garbage, declared, half_open)},
+}
+"""The close codes with which an action may end the session. None: the connection ends without one."""
 
 
-def attack(server: Server, seed: int) -> None:
-    """One hostile session. It sends its events, reads a few, and leaves with or without a close frame."""
+def attack(port: int, seed: int, *, leaves_early: bool = False, within_s: float = WATCHDOG_S) -> None:
+    """One hostile session. It ends with or without a close frame.
+
+    Args:
+        port: of the server.
+        seed: of what it does.
+        leaves_early: whether it waits for no answer.
+        within_s: how long it waits for one.
+    """
     rng = random.Random(seed)
-    url = f"ws://127.0.0.1:{server.port}/v1/realtime"
-    # A client that broke off in the middle of a frame gets no answer to its close frame.
-    options: Any = {"compression": None, "max_size": None, "open_timeout": WATCHDOG_S, "close_timeout": 0.1}
-    with connect(url, **options) as websocket:
-        with suppress(TimeoutError, ConnectionClosed, OSError):
-            for _ in range(rng.randrange(1, 10)):
-                rng.choice(ACTIONS)(rng, websocket)
-            for _ in range(rng.randrange(20)):
-                check_event(json.loads(websocket.recv(0.05)))
+    url = f"ws://127.0.0.1:{port}/v1/realtime"
+    # A client that broke off in the middle of a frame gets no answer to its close frame, or to a ping.
+    options: Any = {"compression": None, "max_size": None, "open_timeout": WATCHDOG_S, "ping_interval": None}
+    with connect(url, close_timeout=0.1, **options) as websocket:
+        done: list[Action] = []
+        most = rng.randrange(1, 10)
+        with suppress(ConnectionClosed, OSError):
+            while len(done) < most and half_open not in done:  # a failed write would end our side of reading too
+                done.append(rng.choice(ACTIONS))
+                done[-1](rng, websocket)
+        if not leaves_early:
+            check_answer(websocket, done, within_s)
         if rng.random() < 0.5:
             with suppress(OSError):
                 websocket.socket.shutdown(socket.SHUT_RDWR)
     assert websocket.protocol.close_rcvd is None or websocket.protocol.close_rcvd.code in CODES
 
 
+def check_answer(websocket: ClientConnection, done: list[Action], within_s: float) -> None:
+    """Fail unless the session ends as these actions have it or, if none of them ends it, a bad event is answered."""
+    give_up = time.monotonic() + within_s
+    ends = set[int | None]().union(*(ENDS.get(action, ()) for action in done))
+    if None in ends:
+        with suppress(OSError):  # the server may wait for the rest of a frame
+            websocket.socket.shutdown(socket.SHUT_WR)
+    is_answered = False
+    try:
+        if not ends:
+            websocket.send(json.dumps(LAST))
+        while not is_answered:
+            event = json.loads(websocket.recv(give_up - time.monotonic()))
+            check_event(event)
+            is_answered = event["type"] == "error" and event["error"]["event_id"] == LAST["event_id"]
+    except TimeoutError as error:
+        raise AssertionError(f"no answer in {within_s:g} s") from error
+    except ConnectionClosed as closed:
+        code = closed.rcvd.code if closed.rcvd else None
+        assert code in ends, f"the session ended with {code}"
+
+
 def run(server: Server, seeds: range) -> None:
     process = psutil.Process(server.process.pid)
-    attack(server, 10**6)
+    attack(server.port, 10**6)
     settled(server)
     descriptors, workers = process.num_fds(), [child.pid for child in process.children()]
     for seed in seeds:
         try:
-            attack(server, seed)
+            attack(server.port, seed, leaves_early=seed % 5 == 0)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
     settled(server)
@@ -166,8 +212,54 @@ def settled(server: Server) -> None:
         server.wait_metric(gauge, 0)
 
 
+@contextmanager
+def mute_server() -> Iterator[int]:
+    """A server of WebSockets, one at a time, that reads all and sends nothing after the handshake. Yield its port."""
+
+    def serve() -> None:
+        with suppress(OSError):  # the listener is shut down
+            while True:
+                client = stack.enter_context(listener.accept()[0])
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    head += client.recv(1)
+                key = head.split(b"Sec-WebSocket-Key: ")[1].split(b"\r\n")[0].decode()
+                answer = "HTTP/1.1 101 x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: "
+                client.sendall(f"{answer}{accept_key(key)}\r\n\r\n".encode())
+                with suppress(ConnectionResetError):
+                    while client.recv(1 << 16):
+                        pass
+
+    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_a_server_that_never_answers_fails() -> None:
+    with mute_server() as port:
+        for seed in range(20):
+            with pytest.raises(AssertionError, match="no answer"):
+                attack(port, seed, within_s=0.01)
+
+
 def test_hostile_sessions_leave_nothing(server: Server) -> None:
     run(server, range(150))
+
+
+def test_an_event_of_30_mb_ends_the_session(server: Server) -> None:
+    with session(server) as talk:
+        with suppress(ConnectionClosed):
+            talk.send("input_audio_buffer.append", audio="A" * 30_000_000)
+        with pytest.raises(ConnectionClosed) as closed:
+            talk.receive()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1009
+    settled(server)
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(COSTLY, "too_many_values"), (DEEP, "nested_too_deeply")])
