@@ -15,7 +15,7 @@ from omni_actors.serve.media.base64_data import to_base64
 from tests.support.frozen import freeze
 from tests.support.http_server import Server, Start
 from tests.support.realtime import PCM_S, Session, session, silence
-from tests.support.served_engines import REFUSED_S
+from tests.support.served_engines import REFUSED_S, WORD_S
 
 FAILED = "conversation.item.input_audio_transcription.failed"
 COMPLETED = "conversation.item.input_audio_transcription.completed"
@@ -57,6 +57,31 @@ def written(events: list[dict[str, Any]]) -> str:
     assert len(text) % 3 == 0
     assert text == text[: len(text) // 3] * 3
     return text[: len(text) // 3]
+
+
+def test_a_stage_that_is_killed_while_the_user_speaks_costs_nothing(start: Start) -> None:
+    with start() as server:
+        for stage in ("ear", "mind", "mouth"):
+            with session(server) as talk:
+                transcribe(talk)
+                talk.hear(silence(0.5))
+                assert talk.error("response.cancel")["code"] == "response_cancel_not_active"  # the sound has arrived
+                os.kill(server.pid_of(stage), signal.SIGKILL)
+                talk.hear(silence(0.5))
+                talk.send("input_audio_buffer.commit")
+                while (event := talk.receive())["type"] not in (FAILED, COMPLETED):
+                    pass
+                assert event.get("transcript") == "1.0 s at 24000 Hz", (stage, event)
+                events = talk.respond()
+                response = events[-1]["response"]
+                assert response["status"] == "completed", (stage, response["status_details"])
+                [item] = response["output"]
+                assert item["content"] == [{"type": "output_audio", "transcript": "1.0 s at 24000 Hz" * 3}], stage
+                sound = [event["delta"] for event in events if event["type"] == "response.output_audio.delta"]
+                seconds = sum(len(base64.b64decode(each)) for each in sound) / PCM_S
+                assert seconds == pytest.approx(15 * WORD_S, abs=0.01), stage  # three times five words
+            server.wait(lambda: server.status() == "ready", "the restart")
+            assert server.replica(stage)["restarts"] == 1
 
 
 def test_a_language_that_the_model_does_not_know_is_refused(talk: Session) -> None:
