@@ -33,9 +33,9 @@ def lowered() -> Iterator[None]:
     try:
         yield
     finally:
-        for thread in _threads(os.getpid()):
-            with suppress(ProcessLookupError):  # it has ended
-                if _nice_of(thread) == LOADING_NICE:
+        while found := [thread for thread in _threads(os.getpid()) if _is_lowered(thread)]:
+            for thread in found:  # those that they have started meanwhile are found the next time
+                with suppress(ProcessLookupError):  # it has ended
                     _set_nice_of(thread, nice)
 
 
@@ -58,12 +58,26 @@ def may_raise_to(nice: int) -> bool:
 
 
 def _threads(pid: int) -> Iterator[int]:
-    """Yield the threads of a process and of its descendants."""
-    with suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            yield int(thread)
-            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
-                yield from _threads(int(child))
+    """Yield the threads of a process and of its descendants, also some that end meanwhile."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # the process has ended
+        return
+    for thread in threads:
+        yield int(thread)
+        try:
+            children = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+        except OSError:  # the thread has ended
+            continue
+        for child in children.split():
+            yield from _threads(int(child))
+
+
+def _is_lowered(thread: int) -> bool:
+    try:
+        return _nice_of(thread) == LOADING_NICE
+    except ProcessLookupError:  # it has ended
+        return False
 
 
 def _nice_of(thread: int) -> int:
