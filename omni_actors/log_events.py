@@ -123,15 +123,18 @@ class RequestsReplayed(WorkerEnd, frozen=True, kw_only=True):
 
     Attributes:
         requests: how many.
+        resumed: of these, how many of which a resumable stage starts again and goes on from its decisions.
         lost_s: the time from the death until the last of them was dispatched again.
     """
 
     requests: int
+    resumed: int
     lost_s: float
 
     def __str__(self) -> str:
         were = "was" if self.requests == 1 else "were"
-        return f"{_requests(self.requests)} {were} replayed {self.lost_s:.2f} s after the death of {self.worker}"
+        how = "replayed" if not self.resumed else f"replayed ({self.resumed} from decisions)"
+        return f"{_requests(self.requests)} {were} {how} {self.lost_s:.2f} s after the death of {self.worker}"
 
 
 class ReplicaGivenUp(WorkerEnd, frozen=True, kw_only=True):
@@ -140,15 +143,20 @@ class ReplicaGivenUp(WorkerEnd, frozen=True, kw_only=True):
     Attributes:
         reason: why.
         retry_in_s: when it is tried again; None if it is not.
+        requests: how many requests have ended because their stage has no replica left.
+        lost_s: the time since the replica's first death after it was last ready.
     """
 
     level: ClassVar[int] = logging.ERROR
     reason: str
     retry_in_s: float | None
+    requests: int
+    lost_s: float
 
     def __str__(self) -> str:
         retry = "not tried again" if self.retry_in_s is None else f"tried again in {self.retry_in_s:g} s"
-        return f"{self.worker} was given up: {self.reason}; it is {retry}"
+        ended = f", and {_requests(self.requests)} ended with it" if self.requests else ""
+        return f"{self.worker} was given up: {self.reason}; it is {retry}{ended}"
 
 
 class Autoscaled(LogEvent, frozen=True, kw_only=True):

@@ -300,13 +300,13 @@ class Orchestrator:
     def on_worker_died(self, address: messages.Address, exit: errors.WorkerExit, failed_request: int | None) -> bool:
         return self._suspects.worker_died(address, exit, failed_request)
 
-    def on_worker_lost(self, address: messages.Address, generation: int, exit: errors.WorkerExit) -> int:
+    def on_worker_lost(self, address: messages.Address, generation: int, exit: errors.WorkerExit, at: float) -> int:
         load = self.load(address)
-        self._replays.worker_lost(address, generation, exit)
+        self._replays.worker_lost(address, generation, exit, at)
         return load
 
-    def on_stage_failed(self, failure: errors.StageFailed) -> None:
-        self._replays.stage_failed(failure)
+    def on_stage_failed(self, failure: errors.StageFailed) -> int:
+        return self._replays.stage_failed(failure)
 
     def on_message(self, address: messages.Address, message: messages.RequestNotice) -> None:
         request = self._dispatcher.held_by(address, message.request)

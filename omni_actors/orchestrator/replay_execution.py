@@ -35,28 +35,33 @@ class ReplayExecution:
         self.failed_stages: dict[str, StageFailed] = {}
         """Stages without a replica left, in the order in which they were given up."""
 
-    def worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> None:
-        """Decide about every request that the dead worker held. The end of one may end others that are like it."""
+    def worker_lost(self, address: Address, generation: int, exit: WorkerExit, at: float) -> None:
+        """Decide about every request that the dead worker held. The end of one may end others that are like it.
+
+        at: when the death was noticed, on trio's clock.
+        """
         self._trials.return_replica(address)
         for request in list(self._dispatcher.dispatched.values()):
             if not request.lifecycle.ended and request.replay_state.is_held_by(address):
                 self._dispatcher.lose(request, address)
                 crash = StageCrashed(address.stage, address.replica, generation, exit)
-                request.deaths.add(crash, request.stats.get(address.stage))
+                request.deaths.add(crash, at, request.stats.get(address.stage))
                 self._decide(request)
         self._suspects.advance()
 
-    def stage_failed(self, failure: StageFailed) -> None:
-        """End the requests that need a stage without a replica left."""
+    def stage_failed(self, failure: StageFailed) -> int:
+        """End the requests that need a stage without a replica left. Returns how many."""
         if not self._placement.has_failed(failure.stage):
-            return
+            return 0
         self.failed_stages[failure.stage] = failure
-        for request in list(self._dispatcher.queued):
-            if failure.stage in request.route.stages and not request.lifecycle.ended:
+        queued = [each for each in self._dispatcher.queued if failure.stage in each.route.stages]
+        waiting = [each for each in self._dispatcher.dispatched.values() if each.replay_state.waiting]
+        for request in queued:
+            if not request.lifecycle.ended:
                 self._end(request, Event.FAIL, self.unavailable(failure.stage))
-        for request in list(self._dispatcher.dispatched.values()):
-            if request.replay_state.waiting:
-                self._decide(request)
+        for request in waiting:
+            self._decide(request)
+        return sum(request.lifecycle.ended for request in (*queued, *waiting))
 
     def unavailable(self, stage: str) -> StageUnavailable:
         """Return the error of a request that needs a failed stage."""

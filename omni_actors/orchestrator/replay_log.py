@@ -19,8 +19,12 @@ class ReplayLog:
         """By stage, replica and generation."""
         self._added = trio.lowlevel.ParkingLot()
 
-    def add(self, crash: StageCrashed, lost_s: float) -> None:
-        """Count a replay. crash: the latest death of a worker that held the request, ``lost_s`` seconds ago."""
+    def add(self, crash: StageCrashed, lost_s: float, *, is_resumed: bool) -> None:
+        """Count a replay.
+
+        crash: the latest death of a worker that held the request, ``lost_s`` seconds ago. is_resumed: whether a
+        resumable stage starts again.
+        """
         key = (crash.stage, crash.replica, crash.generation)
         earlier = self._events.get(key)
         self._events[key] = RequestsReplayed(
@@ -28,9 +32,11 @@ class ReplayLog:
             replica=crash.replica,
             generation=crash.generation,
             pid=crash.pid,
+            node=crash.exit.node,
             signal=crash.signal,
             exit_code=crash.exit_code,
             requests=1 + (earlier.requests if earlier else 0),
+            resumed=is_resumed + (earlier.resumed if earlier else 0),
             lost_s=max(round(lost_s, 3), earlier.lost_s if earlier else 0.0),
         )
         self._added.unpark_all()

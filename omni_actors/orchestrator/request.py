@@ -65,10 +65,10 @@ class Deaths:
     suspected: int = 0
     """The number of deaths that the request may have caused."""
 
-    def add(self, crash: StageCrashed, stats: StageStats | None) -> None:
-        """Record a death. stats: those of the stage, if it had finished."""
+    def add(self, crash: StageCrashed, at: float, stats: StageStats | None) -> None:
+        """Record a death. at: when it was noticed, on trio's clock. stats: those of the stage, if it had finished."""
         self.losses.append(Loss(crash, time.monotonic(), stats))
-        self.latest, self.latest_at = crash, trio.current_time()
+        self.latest, self.latest_at = crash, at
 
     def restarted(self, stages: Collection[str]) -> None:
         """Record that these stages were dispatched again."""

@@ -33,15 +33,15 @@ class Listener(Protocol):
         """
         ...
 
-    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> int:
+    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit, at: float) -> int:
         """A worker has died, and all its messages and outputs have been delivered. Its rings are still open.
 
-        Returns how many requests it held.
+        at: when its death was noticed, on trio's clock. Returns how many requests it held.
         """
         ...
 
-    def on_stage_failed(self, failure: StageFailed) -> None:
-        """A replica was given up."""
+    def on_stage_failed(self, failure: StageFailed) -> int:
+        """A replica was given up. Returns how many requests have ended because their stage has no replica left."""
         ...
 
     def on_message(self, address: Address, message: RequestNotice) -> None:

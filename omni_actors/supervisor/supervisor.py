@@ -415,13 +415,18 @@ class Supervisor:
         elif not incarnation.stopped_with_another:
             self._plan_restart(replica, now, counts=counts)
         self.changes.unpark_all()
-        requests = self._listener.on_worker_lost(replica.address, replica.generation, exit)
-        if any(each.state is not ReplicaState.FAILED or each.load_s is not None for each in self._of_stage(replica)):
-            worker_log.died(replica, exit, requests, why)  # else the caller of ``OmniSystem.open`` reports it
+        requests = self._listener.on_worker_lost(replica.address, replica.generation, exit, now)
+        is_logged = any(
+            each.state is not ReplicaState.FAILED or each.load_s is not None for each in self._of_stage(replica)
+        )  # else the caller of ``OmniSystem.open`` reports it
+        if is_logged:
+            worker_log.died(replica, exit, requests)
         if why is not None:
             replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
             replica.failure.__cause__ = incarnation.start_error
-            self._listener.on_stage_failed(replica.failure)
+            ended = self._listener.on_stage_failed(replica.failure)
+            if is_logged:
+                worker_log.given_up(replica, exit, why, ended)
 
     def _of_stage(self, replica: Replica) -> list[Replica]:
         return [each for each in self.replicas.values() if each.address.stage == replica.address.stage]

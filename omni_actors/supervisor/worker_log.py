@@ -23,17 +23,22 @@ def ready(replica: Replica) -> None:
         record(WorkerRecovered(**_identity(replica), pid=worker.pid, lost_s=lost_s))
 
 
-def died(replica: Replica, exit: WorkerExit, requests: int, why_given_up: str | None) -> None:
-    """Log a death, and that the replica is given up if there is a reason.
-
-    requests: how many requests the worker held.
-    """
-    facts = {**_identity(replica), "pid": exit.pid or None, "signal": exit.signal, "exit_code": exit.exit_code}
+def died(replica: Replica, exit: WorkerExit, requests: int) -> None:
+    """Log a death. requests: how many the worker held."""
     reason = exit.reason if exit.pid else exit.reason or replica.incarnation.load_error
-    record(WorkerDied(**facts, reason=reason, requests=requests))
-    if why_given_up is not None:
-        retry_in_s = None if replica.retry_at is None else round(replica.retry_at - trio.current_time(), 3)
-        record(ReplicaGivenUp(**facts, reason=why_given_up, retry_in_s=retry_in_s))
+    record(WorkerDied(**_end(replica, exit), reason=reason, requests=requests))
+
+
+def given_up(replica: Replica, exit: WorkerExit, why: str, requests: int) -> None:
+    """Log that a replica is given up. requests: how many have ended because their stage has no replica left."""
+    retry_in_s = None if replica.retry_at is None else round(replica.retry_at - trio.current_time(), 3)
+    facts, lost_s = _end(replica, exit), _lost_s(replica) or 0.0
+    record(ReplicaGivenUp(**facts, reason=why, retry_in_s=retry_in_s, requests=requests, lost_s=lost_s))
+
+
+def _end(replica: Replica, exit: WorkerExit) -> dict[str, Any]:
+    """Return the fields of a log event about the end of a replica's current worker."""
+    return {**_identity(replica), "pid": exit.pid or None, "signal": exit.signal, "exit_code": exit.exit_code}
 
 
 def _identity(replica: Replica) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from omni_actors.log_events import log
 from omni_actors.orchestrator.replay_log import TOGETHER_S, ReplayLog
 
 FIRST = StageCrashed("mind", 0, 1, WorkerExit(7, "SIGKILL", None))
-SECOND = StageCrashed("mouth", 1, 4, WorkerExit(8, None, 3))
+SECOND = StageCrashed("mouth", 1, 4, WorkerExit(8, None, 3, node="n1"))
 
 
 async def test_replays_are_counted_by_the_death_that_they_follow(
@@ -23,21 +23,23 @@ async def test_replays_are_counted_by_the_death_that_they_follow(
     replay_log = ReplayLog()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(replay_log.run)
-        for crash, lost_s in ((FIRST, 0.5), (SECOND, 0.1), (FIRST, 0.6)):
-            replay_log.add(crash, lost_s)
+        for crash, lost_s, is_resumed in ((FIRST, 0.5, True), (SECOND, 0.1, False), (FIRST, 0.6, False)):
+            replay_log.add(crash, lost_s, is_resumed=is_resumed)
         await trio.sleep(2 * TOGETHER_S)
-        assert [(r.event.stage, r.event.requests, r.event.lost_s) for r in caplog.records] == [
-            ("mind", 2, 0.6),
-            ("mouth", 1, 0.1),
+        assert [(r.event.stage, r.event.requests, r.event.resumed, r.event.lost_s) for r in caplog.records] == [
+            ("mind", 2, 1, 0.6),
+            ("mouth", 1, 0, 0.1),
         ]
+        assert [r.event.node for r in caplog.records] == [None, "n1"]
         assert [(r.event.pid, r.event.signal, r.event.exit_code) for r in caplog.records] == [
             (7, "SIGKILL", None),
             (8, None, 3),
         ]
         assert caplog.messages[0] == (
-            "2 requests were replayed 0.60 s after the death of stage 'mind' (replica 0, generation 1)"
+            "2 requests were replayed (1 from decisions) 0.60 s after the death of "
+            "stage 'mind' (replica 0, generation 1)"
         )
         caplog.clear()
-        replay_log.add(FIRST, 2.0)
+        replay_log.add(FIRST, 2.0, is_resumed=False)
         nursery.cancel_scope.cancel()
     assert [record.event.requests for record in caplog.records] == [1], "also when the system closes"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import APIStatusError
 
 from omni_actors import log_events
 from tests.support.frozen import freeze
@@ -150,13 +151,15 @@ def test_the_documentation_has_every_event() -> None:
 @pytest.mark.slow
 def test_a_replica_that_was_given_up_and_serves_again_in_json(start_json: Callable[..., Any]) -> None:
     with start_json("-s", "stages.mind.restart={intensity: 0, retry_s: 0.5}") as server:
-        os.kill(server.pid_of("mind"), signal.SIGKILL)
+        with pytest.raises(APIStatusError, match="is not available"):
+            kill_with_a_request(server)
         given_up = server.event("replica_given_up")
         recovered = server.event("worker_recovered")
         names = [event["event"] for event in server.events()[2:]]
     assert names == ["worker_died", "replica_given_up", "worker_restarted", "worker_recovered"]
     assert given_up.items() >= {"level": "error", "stage": "mind", "generation": 1, "signal": "SIGKILL"}.items()
     assert 0 < given_up["retry_in_s"] <= 0.5
+    assert given_up["requests"] == 1
     assert recovered["lost_s"] >= 0.5
 
 

@@ -45,7 +45,7 @@ class SimulatedWorker:
         self.address, self.pid, self._log, self._nursery = address, pid, log, nursery
         self._messages, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self.mailbox = self
-        self.fault = self.node = None
+        self.fault = self.node = self.devices = None
         self.load_s, self.turn_s, self.wedged = 0.0, 0.0, False
         self.behind: bool | None = None
         """Whether it was told to load behind another worker of its stage."""
@@ -110,6 +110,8 @@ class SimulatedSystem:
         self.failures: list[StageFailed] = []
         self.failed_requests: list[int | None] = []
         self.counts = True
+        self.ended_with_stage = 0
+        """What ``on_stage_failed`` returns."""
         """Whether deaths count against the restart intensity."""
         self.unspawnable: set[str] = set()
         self.released = list[Address]()
@@ -199,13 +201,14 @@ class SimulatedSystem:
         self.failed_requests.append(failed_request)
         return self.counts
 
-    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit) -> int:
+    def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit, at: float) -> int:
         self._note("lost", address)
         self.exits.append(exit)
         return 0
 
-    def on_stage_failed(self, failure: StageFailed) -> None:
+    def on_stage_failed(self, failure: StageFailed) -> int:
         self.failures.append(failure)
+        return self.ended_with_stage
 
     def on_message(self, address: Address, message: ControlMessage) -> None:
         self._note("message", address)

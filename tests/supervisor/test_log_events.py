@@ -117,12 +117,14 @@ async def test_a_replica_is_given_up_with_its_reason_and_its_retry(
 ) -> None:
     policy = replace(POLICY, intensity=0, retry_s=7.0)
     async with SimulatedSystem(ONE, one={"restart": policy}).running() as system:
+        system.ended_with_stage = 3
         system.worker("one").die(signal="SIGKILL")
         await trio.testing.wait_all_tasks_blocked()
     died, given_up = events(caplog)
     assert isinstance(died, WorkerDied)
     assert isinstance(given_up, ReplicaGivenUp)
-    assert (given_up.signal, given_up.retry_in_s) == ("SIGKILL", 7.0)
+    assert (given_up.signal, given_up.retry_in_s, given_up.requests, given_up.lost_s) == ("SIGKILL", 7.0, 3, 0.0)
+    assert str(given_up).endswith("it is tried again in 7 s, and 3 requests ended with it")
     assert "0 restarts were tried" in given_up.reason
 
 
