@@ -1,8 +1,9 @@
-"""Connections to a pump, or to the parent, that are made byte by byte; floods of them, and what these cost."""
+"""Connections with a pump, or to the parent, that are made byte by byte; floods of them, and what these cost."""
 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -11,7 +12,8 @@ import psutil
 import trio
 
 from omni_actors.cluster.channel import Address
-from omni_actors.cluster.handshake import ROLE_OF_LINKS, Connector
+from omni_actors.cluster.handshake import ROLE_OF_LINKS, Acceptor, Connector
+from omni_actors.cluster.pump import Pump
 from omni_actors.cluster.strangers import MOST_STRANGERS
 from tests.cluster.linked_rings import SECRET, WATCHDOG_S
 from tests.support.open_descriptors import open_descriptors
@@ -71,6 +73,25 @@ def authenticated(
     proof = handshake.receive(answer)
     connection.sendall(proof)
     return connection, handshake.hello + proof
+
+
+def accept_and_shake_hands(listener: socket.socket) -> socket.socket:
+    """Return the next connection once the other side has proved that it knows the secret."""
+    connection = listener.accept()[0]
+    connection.settimeout(WATCHDOG_S)
+    acceptor = Acceptor(SECRET)
+    while acceptor.wanted:
+        connection.sendall(acceptor.receive(connection.recv(acceptor.wanted, socket.MSG_WAITALL)))
+    return connection
+
+
+def wait_forgotten(pump: Pump, link_id: int) -> None:
+    """Wait until a pump has accepted the connection of a link that it does not expect, and has dropped it."""
+    give_up = time.monotonic() + WATCHDOG_S
+    for is_there in (True, False):
+        while (link_id in pump._accepting._early) is not is_there:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
 
 
 def wait_closed(connection: socket.socket) -> None:

@@ -23,8 +23,7 @@ from omni_actors.cluster.transfers import INCOMING, OUTGOING, NixlUnavailable, T
 from ringbuf import Ring, RingClosed
 from tests.cluster.linked_rings import WATCHDOG_S, LinkedRings, open_pump
 from tests.cluster.nixl_rings import ROOT, NixlRings, nixl_rings, wait_until, why_no_nixl
-from tests.cluster.strangers import authenticated
-from tests.cluster.test_opening_links import accept_and_shake_hands
+from tests.cluster.strangers import accept_and_shake_hands, authenticated
 
 pytestmark = pytest.mark.skipif(why_no_nixl() is not None, reason=str(why_no_nixl()))
 

@@ -9,26 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from omni_actors.cluster.handshake import Acceptor
 from omni_actors.cluster.link import ALIVE, HEADER
 from omni_actors.cluster.pump import Pump
 from ringbuf import Ring
 from tests.cluster.linked_rings import SECRET, WATCHDOG_S, LinkedRings, open_pump
-from tests.cluster.test_strangers import wait_forgotten
+from tests.cluster.strangers import accept_and_shake_hands, wait_forgotten
 from tests.support.open_descriptors import open_descriptors
 
 RESET = b"\1\0\0\0\0\0\0\0"
 MESSAGE = b"the first record"
-
-
-def accept_and_shake_hands(listener: socket.socket) -> socket.socket:
-    """Return the next connection once the other side has proved that it knows the secret."""
-    connection = listener.accept()[0]
-    connection.settimeout(WATCHDOG_S)
-    acceptor = Acceptor(SECRET)
-    while acceptor.wanted:
-        connection.sendall(acceptor.receive(connection.recv(acceptor.wanted, socket.MSG_WAITALL)))
-    return connection
 
 
 def test_a_connection_that_is_dropped_before_the_link_is_open_is_tried_again() -> None:

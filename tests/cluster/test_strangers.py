@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -14,7 +13,7 @@ import pytest
 from omni_actors.cluster.handshake import Connector
 from omni_actors.cluster.pump import Pump
 from tests.cluster.linked_rings import WATCHDOG_S, LinkedRings, Losses, linked_rings, open_pump
-from tests.cluster.strangers import FLOOD, Cost, authenticated, connect, wait_closed
+from tests.cluster.strangers import FLOOD, Cost, authenticated, connect, wait_closed, wait_forgotten
 from tests.support.open_descriptors import open_descriptors
 
 
@@ -33,15 +32,6 @@ def check_alive(rings: LinkedRings) -> None:
     assert rings.consumer.try_recv() is None
     assert rings.far.statistics().keys() == {rings.link_id}
     assert not rings.far._accepting._early, "no stranger is taken for a node"
-
-
-def wait_forgotten(pump: Pump, link_id: int) -> None:
-    """Wait until a pump has accepted the connection of a link that it does not expect, and has dropped it."""
-    give_up = time.monotonic() + WATCHDOG_S
-    for is_there in (True, False):
-        while (link_id in pump._accepting._early) is not is_there:
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
