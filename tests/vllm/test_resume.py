@@ -19,6 +19,10 @@ PARAMS: dict[str, dict[str, Any]] = {
     "structured": {"structured_outputs": {"regex": "[0-9]{4}-[0-9]{2}"}, "seed": 2, "max_tokens": 12},
     "least": {"temperature": 1.0, "seed": 3, "min_tokens": 12, "max_tokens": 12},
 }
+CLOSE = 1e-3
+"""How far a log probability may be off. Other batch shapes, AVX2 and noise as in ``make test-portable`` move them by up
+to 5e-5; those of another position are far off. Ranks hold on any machine, because the tokens that are compared are
+2.9e-3 from their neighbours at least. Another prompt or seed has to have such leads, too."""
 
 
 @pytest.fixture
@@ -36,17 +40,30 @@ def answer(driver: Any, params: dict[str, Any], journal: Sequence[Decisions] = (
 
 
 def described(outputs: list[StageOutput]) -> list[tuple[Any, ...]]:
-    """Logprobs are close, and not the same: vLLM computes some positions in other shapes."""
-    return [({**o.data, "logprobs": len(o.data.get("logprobs", ()))}, o.decisions, o.last) for o in outputs]
+    return [(output.data, output.decisions, output.last) for output in outputs]
+
+
+def like(outputs: list[StageOutput]) -> list[tuple[Any, ...]]:
+    """What the description of the same answer equals: its log probabilities are close, and all else is the same."""
+    return [(_close(data), decisions, last) for data, decisions, last in described(outputs)]
+
+
+def _close(data: dict[str, Any]) -> dict[str, Any]:
+    def token(found: dict[str, Any]) -> dict[str, Any]:
+        return {**found, "logprob": pytest.approx(found["logprob"], rel=0, abs=CLOSE)}
+
+    return {**data, "logprobs": [[*map(token, found)] for found in data["logprobs"]]} if "logprobs" in data else data
 
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_resumed_answer_is_the_same_answer(driver: Any, name: str) -> None:
     whole = answer(driver, PARAMS[name])
+    reported = sum(len(output.data.get("logprobs", ())) for output in whole)
+    assert reported == ("logprobs" in PARAMS[name]) * whole[-1].data["completion_tokens"]
     assert sum(len(output.decisions) for output in whole) == whole[-1].data["completion_tokens"]
     for cut in (1, len(whole) // 2, len(whole)):
         journal = [output.decisions for output in whole[:cut]]
-        assert described(answer(driver, PARAMS[name], journal)) == described(whole)
+        assert described(answer(driver, PARAMS[name], journal)) == like(whole)
 
 
 def test_a_stop_string_that_begins_in_the_journal_still_stops(driver: Any) -> None:
@@ -56,7 +73,7 @@ def test_a_stop_string_that_begins_in_the_journal_still_stops(driver: Any) -> No
     whole = answer(driver, params)
     assert whole[-1].data["finish_reason"] == "stop"
     for cut in range(1, len(whole) + 1):
-        assert described(answer(driver, params, [output.decisions for output in whole[:cut]])) == described(whole)
+        assert described(answer(driver, params, [output.decisions for output in whole[:cut]])) == like(whole)
 
 
 def test_the_journal_decides_and_not_the_model(driver: Any) -> None:
@@ -65,10 +82,8 @@ def test_the_journal_decides_and_not_the_model(driver: Any) -> None:
     journal = [output.decisions for output in other[:4]]
     driver.start(2, max_tokens=12)
     driver.feed(2, OTHER, last=True)
-    resumed = answer(driver, PARAMS["greedy"], journal)
-    texts = [[output.data.get("text") for output in outputs] for outputs in (other[:4], resumed[:4])]
-    assert texts[0] == texts[1]
-    assert [output.decisions for output in resumed[:4]] == journal
+    resumed = answer(driver, {**PARAMS["greedy"], "logprobs": 2}, journal)
+    assert described(resumed[:4]) == like(other[:4])
     assert resumed[-1].last
 
 
