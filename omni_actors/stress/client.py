@@ -112,6 +112,10 @@ class Client(Generic[Tracked]):
             row.resumed += bool(resumed)
             row.repeated += resumed != stages
 
+    def count_promotion(self) -> None:
+        """Count a standby that took over now."""
+        self._row_at(self._now()).promotions += 1
+
     def _end(self, request: Tracked, outcome: judge.Outcome, error: RequestError | None) -> None:
         request.outcome, request.error, request.ended = outcome, error, self._now()
         self.open.pop(request, None)
@@ -155,7 +159,7 @@ class LoadClient(Client[judge.TrackedRequest]):
             submitted=time.monotonic(),
             pace_s=pace_s,
             hooks=hooks,
-            versions=Versions(self._controls.established),
+            versions=Versions(self._controls.established, self._workload.hooks),
         )
         self._submit(request)
         return request

@@ -85,7 +85,7 @@ class Driver:
         self._omni, self._adapters, self.controls = omni, adapters, controls
         self.spawner, self._kill_helper = spawner, kill_helper
         self.tally = Tally()
-        self.watch = HealthWatch(omni, on_death=self._extend_patience)
+        self.watch = HealthWatch(omni, time.monotonic, self._extend_patience, lambda: self.client.count_promotion())
         self.client = LoadClient(
             omni=omni,
             workload=workload,
@@ -222,9 +222,9 @@ class Driver:
     # faults
 
     def _worker(self, stage: str) -> int | None:
-        """The pid of a worker of the stage that is not being killed yet."""
-        pids = (each.pid for name, each in self.watch.replicas if name == stage and each.state != "failed")
-        return next((pid for pid in pids if pid and pid not in self.killed), None)
+        """The pid of a worker of the stage that is not being killed yet: a standby for each third fault."""
+        pids = self.watch.pids(stage, standbys_first=len(self.faults) % 3 == 2)
+        return next((pid for pid in pids if pid not in self.killed), None)
 
     def _victim(self, stage: str) -> Victim:
         """Return a worker of the stage that is not being killed yet. Raises ProcessLookupError if there is none."""
@@ -238,10 +238,7 @@ class Driver:
             while self._worker(stage) is None and stage not in self.watch.given_up:  # noqa: ASYNC110 - no event reports it
                 await trio.sleep(0.001)
             await trio.sleep(after_s)
-        return self._state_of(self._worker(stage))
-
-    def _state_of(self, pid: int | None) -> str | None:
-        return next((each.state for _, each in self.watch.replicas if pid and each.pid == pid), None)
+        return self.watch.state_of(self._worker(stage))
 
     def _inject(self, fault: str, stage: str, pid: int | None = None) -> _Injection:
         injection = _Injection(
@@ -263,7 +260,7 @@ class Driver:
             for stage in stages:
                 with suppress(ProcessLookupError):
                     victim = stack.enter_context(self._victim(stage))
-                    loading = fault in ("SIGKILL", "SIGSTOP") and self._state_of(victim.pid) != "ready"
+                    loading = fault in ("SIGKILL", "SIGSTOP") and self.watch.state_of(victim.pid) != "ready"
                     self.killed.add(victim.pid)
                     victims.append(victim)
                     injections.append(self._inject(fault + " while loading" * loading, stage, victim.pid))

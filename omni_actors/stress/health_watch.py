@@ -1,4 +1,4 @@
-"""Observes a system's health: deaths, workers that became ready, stages that were given up."""
+"""Observes a system's health: deaths, workers that became ready, standbys that took over, stages that were given up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Serving:
 class HealthWatch:
     """Records what a system reports. ``run`` is a task; the other methods are plain calls.
 
-    now: the clock of the recorded times. on_death: called with each death.
+    now: the clock of the recorded times. on_death: called with each death. on_promotion: called for each standby that
+    serves when a death of its stage is reported. One that changes in two reports, or dies in the same, is missed.
     """
 
     def __init__(
@@ -34,8 +35,9 @@ class HealthWatch:
         omni: OmniSystem,
         now: Callable[[], float] = time.monotonic,
         on_death: Callable[[ObservedDeath], None] = lambda death: None,
+        on_promotion: Callable[[], None] = lambda: None,
     ) -> None:
-        self._omni, self._now, self._on_death = omni, now, on_death
+        self._omni, self._now, self._on_death, self._on_promotion = omni, now, on_death, on_promotion
         self.deaths: list[ObservedDeath] = []
         self.serving: list[Serving] = []
         self.ever_given_up: set[str] = set()
@@ -43,6 +45,8 @@ class HealthWatch:
         """The generation of the newest death seen, by stage and replica."""
         self._newest_ready: dict[tuple[str, int], int] = {}
         """The pid of the newest worker seen ready, by stage and replica."""
+        self._standbys: set[tuple[str, int | None]] = set()
+        """Stage and pid of each standby at the latest look."""
         self._changed = trio.lowlevel.ParkingLot()
 
     async def run(self) -> None:
@@ -57,6 +61,15 @@ class HealthWatch:
         """The state of every replica, with the name of its stage."""
         return [(stage, each) for stage, replicas in self._omni.health().stages.items() for each in replicas]
 
+    def pids(self, stage: str, *, standbys_first: bool) -> list[int]:
+        """The workers of the replicas of a stage that were not given up, standbys first or last."""
+        living = [each for name, each in self.replicas if name == stage and each.state != "failed"]
+        return [each.pid for each in sorted(living, key=lambda each: each.standby != standbys_first) if each.pid]
+
+    def state_of(self, pid: int | None) -> str | None:
+        """The state of the replica with this worker."""
+        return next((each.state for _, each in self.replicas if pid and each.pid == pid), None)
+
     @property
     def given_up(self) -> set[str]:
         """Stages without a replica left. Replicas that are being removed do not count.
@@ -70,8 +83,15 @@ class HealthWatch:
 
     def look(self) -> None:
         """Record what the system reports now. The task may not run any more before the system is closed."""
-        for stage, replica in self.replicas:
+        seen, known = self.replicas, len(self.deaths)
+        for stage, replica in seen:
             self._record(stage, replica)
+        died = {death.stage for death in self.deaths[known:]}
+        ready = {(stage, each.pid): each.standby for stage, each in seen if each.state == "ready"}
+        for stage, pid in self._standbys:
+            if stage in died and ready.get((stage, pid)) is False:
+                self._on_promotion()
+        self._standbys = {worker for worker, is_standby in ready.items() if is_standby}
         self.ever_given_up |= self.given_up
 
     @property

@@ -9,8 +9,8 @@ Rules
 4. An output may name what it depends on: ``data["trail"]``, records of a stage, the number of its output, and digests
    of its history before and after that output. An answer is also corrupted if these digests contradict each
    other: two outputs then depend on different histories of one stage.
-5. All outputs of one stage for one request have one version of its weights, and none that is older than the version
-   that all workers had when the request was submitted.
+5. All outputs of one stage for one request have one version of its weights. A stage whose weights are updated has
+   none that is older than the version that all of its workers had when the request was submitted.
 6. Outputs are compared as they arrive and not kept, because the harness shares the memory of the process that it
    measures.
 """
@@ -18,7 +18,7 @@ Rules
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal, TypeAlias, get_args
 
 from omni_actors.outputs import Output
@@ -89,10 +89,10 @@ def _pieces(output: Output) -> Iterator[tuple[Place, bytes]]:
 
 
 class Versions:
-    """Checks the versions in the outputs of one request. least: the oldest that it may have."""
+    """Checks the versions in the outputs of one request. least: the oldest that outputs of ``updated`` may have."""
 
-    def __init__(self, least: int = 0) -> None:
-        self._least = least
+    def __init__(self, least: int = 0, updated: Collection[str] = ()) -> None:
+        self._least, self._updated = least, updated
         self._of_stage: dict[str, str | None] = {}
         self.wrong: str | None = None
         """How an output contradicts rule 5."""
@@ -102,5 +102,5 @@ class Versions:
         first = self._of_stage.setdefault(output.stage, version)
         if version != first:
             self.wrong = f"outputs of {output.stage!r} with the weights {first} and {version}"
-        elif self._least and int(version or 0) < self._least:
+        elif output.stage in self._updated and int(version or 0) < self._least:
             self.wrong = f"an output of {output.stage!r} with the weights {version}, established were {self._least}"

@@ -2,7 +2,7 @@
 
 Rules
 1. A row is a fault at a load. A violation is counted at the last fault before it, in its own run. A completed request
-   that was resumed or repeated is counted at the last fault before the death.
+   that was resumed or repeated is counted at the last fault before the death, and so is a standby that took over.
 2. N counts all faults. Times are those of faults that no other fault disturbed (see ``driver``).
 3. For a count of zero in N, the true rate is below 3/N with 95% confidence (the rule of three).
 4. A percentile is a measured value: the smallest one that at least p percent do not exceed.
@@ -44,6 +44,7 @@ class Row:
     """The faults of one kind at one load, and the violations after them.
 
     resumed, repeated: completed requests of which a stage started again (see ``client``): a resumable one, another one.
+    promotions: standbys that took over after a death (see ``health_watch``).
     """
 
     faults: int = 0
@@ -51,6 +52,7 @@ class Row:
     violations: Counter[Kind] = field(default_factory=Counter)
     resumed: int = 0
     repeated: int = 0
+    promotions: int = 0
 
     @property
     def bound(self) -> float | None:
@@ -63,6 +65,7 @@ class Row:
         self.violations.update(other.violations)
         self.resumed += other.resumed
         self.repeated += other.repeated
+        self.promotions += other.promotions
 
     def times(self) -> dict[str, list[float]]:
         """The times that were observed, in seconds, by name."""
@@ -131,6 +134,7 @@ class Tally:
                     **{kind: row.violations[kind] for kind in KINDS},
                     "resumed": row.resumed,
                     "repeated": row.repeated,
+                    "promotions": row.promotions,
                     "bound": row.bound,
                     **{name: _quantiles(values) for name, values in row.times().items()},
                     "samples": row.times(),
@@ -141,7 +145,7 @@ class Tally:
 
     def as_markdown(self) -> str:
         times = ("detected p50 / p99", "recovered p50 / p99", "… less model load")
-        header = ("fault", "load", "N", *KINDS, "resumed", "repeated", *times, "3/N")
+        header = ("fault", "load", "N", *KINDS, "resumed", "repeated", "promotions", *times, "3/N")
         rows = [(fault, load, *_counts(row, row.times())) for (fault, load), row in sorted(self.rows.items())]
         return markdown_table(header, [*rows, ("**all**", "", *_counts(self.total, None))], left=2)
 
@@ -158,7 +162,7 @@ def _counts(row: Row, times: Mapping[str, Sequence[float]] | None) -> list[str]:
     columns = ("detected_s", "recovered_s", "recovered_less_load_s")
     shown = [_pair(times[name]) if times else "" for name in columns]
     violations = [str(row.violations[kind]) for kind in KINDS]
-    continued = [str(row.resumed), str(row.repeated)]
+    continued = [str(row.resumed), str(row.repeated), str(row.promotions)]
     return [str(row.faults), *violations, *continued, *shown, "–" if row.bound is None else f"{row.bound:.2g}"]
 
 

@@ -30,7 +30,8 @@ def test_the_table_adds_up_and_bounds_its_zeros() -> None:
     one, other = Tally(runs=1), Tally(runs=2)
     one.rows["SIGKILL", "full"] = Row(2, [Timing(0.004, 0.3, 0.4, 0.1), Timing(0.006, None, None, None)])
     one.rows["SIGKILL", "full"].resumed += 2
-    other.rows["SIGKILL", "full"] = Row(1, resumed=1, repeated=4)
+    one.rows["SIGKILL", "full"].promotions += 3
+    other.rows["SIGKILL", "full"] = Row(1, resumed=1, repeated=4, promotions=2)
     other.rows["SIGSTOP", "idle"] = Row(1)
     other.violated("SIGSTOP", "idle", Violation("lost", "an output"))
     one.requests["completed"] += 5
@@ -42,14 +43,14 @@ def test_the_table_adds_up_and_bounds_its_zeros() -> None:
     assert cells["recovered p50 / p99"] == "400 ms / 400 ms"
     assert cells["… less model load"] == "300 ms / 300 ms"
     assert (cells["N"], cells["3/N"], cells["lost"]) == ("3", "1", "0")
-    assert (cells["resumed"], cells["repeated"]) == ("3", "4")
+    assert (cells["resumed"], cells["repeated"], cells["promotions"]) == ("3", "4", "5")
     cells = dict(zip(_cells(header), _cells(stop), strict=True))
     assert (cells["lost"], cells["3/N"], cells["detected p50 / p99"]) == ("1", "3", "–")
     assert _cells(everything)[:4] == ["**all**", "", "4", "1"]
     figures = one.as_json()
     assert figures["bound"] == 0.75
     assert [row["faults"] for row in figures["rows"]] == [3, 1]
-    assert [(row["resumed"], row["repeated"]) for row in figures["rows"]] == [(3, 4), (0, 0)]
+    assert [(row["resumed"], row["repeated"], row["promotions"]) for row in figures["rows"]] == [(3, 4, 5), (0, 0, 0)]
     assert figures["rows"][0]["samples"]["detected_s"] == [0.004, 0.006]
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import trio
 
+from omni_actors import config as configuration
 from omni_actors.protocol.messages import Address
 from omni_actors.stress import leaks, soak
 from omni_actors.stress.driver import Driver
@@ -32,9 +33,10 @@ from omni_actors.stress.schedule import (
     Storm,
     Submit,
     SwitchAdapter,
+    UpdateWeights,
     Wait,
 )
-from omni_actors.stress.workload import Workload
+from omni_actors.stress.workload import Workload, workload_of
 from omni_actors.system import OmniSystem
 from ringbuf import Ring
 
@@ -68,6 +70,34 @@ def test_a_sound_system_passes_and_each_fault_is_counted_and_timed(baseline: Wor
             assert timing.recovered_s is not None
             assert 0 < timing.detected_s < timing.ready_s
             assert timing.detected_s < timing.recovered_s
+
+
+def test_a_standby_that_takes_over_is_counted_and_one_that_dies_is_not(baseline: Workload, mark: str) -> None:
+    """Every third fault hits a standby."""
+    pipeline = configuration.load(baseline.pipeline, {"stages.second.standby": 1})
+    kill = (Kill(("second",)), Settle())
+    result = run_schedule(replace(baseline, pipeline=pipeline), Schedule("idle", None, 3 * kill), mark)
+    assert result.found == []
+    assert {fault: (row.faults, row.promotions) for (fault, _), row in result.rows.items()} == {"SIGKILL": (3, 2)}
+
+
+@pytest.mark.slow
+def test_a_resumable_stage_goes_on_in_its_standby(baseline: Workload, mark: str) -> None:
+    """Its weights are not updated, those of the other stage are."""
+    overrides = {
+        "stages.first.options.step_s": 0.02,
+        "stages.second.engine": "omni_actors.stress.simulation.deciding:DecidingEngine",
+        "stages.second.options": {"steps": 2},
+        "stages.second.resumable": True,
+        "stages.second.standby": 1,
+    }
+    workload = workload_of(baseline.pipeline, overrides)
+    workload.oracle = baseline.oracle
+    operations = (UpdateWeights(), Settle(), Submit("audio, long"), Wait(300), Kill(("second",)), Settle())
+    result = run_schedule(workload, Schedule("idle", None, operations), mark)
+    assert result.found == []
+    row = result.rows["SIGKILL", "idle"]
+    assert (row.resumed, row.repeated, row.promotions) == (1, 0, 1)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from omni_actors.protocol import chunks
 from omni_actors.protocol.messages import Abort, Address, ControlMessage, Resume
 from omni_actors.stages.base import StageEngine
 from omni_actors.stress.oracle import ExpectedAnswer
+from omni_actors.stress.report import Tally
 from omni_actors.stress.simulation.journal import Journal
 from omni_actors.stress.simulation.scenarios import SCENARIOS, scenario
 from omni_actors.stress.simulation.simulation import simulate
@@ -83,14 +84,13 @@ def test_schedules_that_were_violated_once(seed: int) -> None:
 
 @pytest.mark.slow
 def test_the_system_passes_and_every_fault_was_injected() -> None:
-    faults, outcomes, resumed, repeated = set[str](), set[str](), 0, 0
+    tally = Tally()
     for seed in range(220):
         result = simulate(seed)
         assert result.tally.found == [], (seed, result.tally.found, *result.log)
-        faults |= {fault for fault, _ in result.tally.rows}
-        outcomes |= result.tally.requests.keys()
-        resumed, repeated = resumed + result.tally.total.resumed, repeated + result.tally.total.repeated
-    assert faults >= {
+        tally.add(result.tally)
+    outcomes, total = tally.requests.keys(), tally.total
+    assert {fault for fault, _ in tally.rows} >= {
         *("killed", "killed while loading", "killed inside a turn", "killed, several at once"),
         *("stopped for good", "endless step", "heartbeat lost", "stopped, and continued", "exception in the engine"),
         *("slow start", "failed start", "no process", "no memory for rings"),
@@ -100,8 +100,9 @@ def test_the_system_passes_and_every_fault_was_injected() -> None:
     }
     assert outcomes >= {"completed", "dropped", "Aborted", "DeadlineExceeded", "Overloaded"}
     assert outcomes >= {"StageCrashed", "StageUnavailable", "InvalidRequest", "StageAsleep"}
-    assert resumed > 0
-    assert repeated > 0
+    assert total.resumed > 0
+    assert total.repeated > 0
+    assert total.promotions > 0
 
 
 @pytest.mark.parametrize("seed", [69466])

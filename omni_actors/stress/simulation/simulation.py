@@ -222,7 +222,9 @@ class Simulation(trio.abc.Instrument):
             self._client.closures = self._controls.closures
             self._faults.is_first = lambda address: not self._omni._supervisor.replicas[address].restarts
             self._faults.spawner.on_start = self._check_start
-            self._client.watch = self._watch = HealthWatch(self._omni, trio.current_time, self._note_death)
+            self._client.watch = self._watch = HealthWatch(
+                self._omni, trio.current_time, self._note_death, self._client.count_promotion
+            )
             watching.start_soon(self._watch.run)
             self._next_act = self._journal.steps + 1
             while not self._all_injected.is_set():  # noqa: ASYNC110 - so that there are steps when all tasks wait
