@@ -123,7 +123,8 @@ def workload_of(config: str | Pipeline, overrides: Mapping[str, Any]) -> Workloa
         place = f"stages.{name}"
         defaults[f"{place}.restart.backoff_s"] = defaults[f"{place}.restart.backoff_max_s"] = 0.01
         defaults[f"{place}.restart.intensity"] = 1_000_000
-        defaults[f"{place}.load_timeout_s"] = 3.0 if is_echo else 60.0
+        echo_load_s = 12.0 if stage.standby else 3.0  # behind another worker it loads at a low priority
+        defaults[f"{place}.load_timeout_s"] = echo_load_s if is_echo else 60.0
         defaults[f"{place}.step_timeout_s"] = 1.0 if is_echo else 10.0
         if stage.engine == "echo":
             defaults[f"{place}.options.step_s"] = 0.001

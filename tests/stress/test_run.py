@@ -81,6 +81,11 @@ def test_a_standby_that_takes_over_is_counted_and_one_that_dies_is_not(baseline:
     assert {fault: (row.faults, row.promotions) for (fault, _), row in result.rows.items()} == {"SIGKILL": (3, 2)}
 
 
+def test_a_worker_has_more_time_to_load_behind_another_one() -> None:
+    stages = workload_of("echo", {"stages.second.standby": 1}).pipeline.stages
+    assert (stages["first"].load_timeout_s, stages["second"].load_timeout_s) == (3.0, 12.0)
+
+
 @pytest.mark.slow
 def test_a_resumable_stage_goes_on_in_its_standby(baseline: Workload, mark: str) -> None:
     """Its weights are not updated, those of the other stage are."""
