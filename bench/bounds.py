@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +31,15 @@ def quantile(values: Iterable[float], share: int) -> float:
     """Return a percentile of the finite values; infinity if there are none."""
     found = percentile([value for value in values if math.isfinite(value)], share)
     return math.inf if found is None else found
+
+
+def finite(value: Any) -> Any:
+    """Return a value of JSON in which null stands for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show_bounds(console: Console, bounds: Sequence[Bound]) -> None:

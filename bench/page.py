@@ -264,9 +264,10 @@ def main(loads: int, seconds: float, json_file: Path | None, folder: Path | None
     print(found)
     if json_file is not None:
         json_file.write_text(found + "\n")
-    found_bounds = bounds(figures) if figures else []
-    show_bounds(Console(), found_bounds)
-    sys.exit(0 if all(each.is_met for each in found_bounds) else 1)
+    if figures:
+        found_bounds = bounds(figures)
+        show_bounds(Console(), found_bounds)
+        sys.exit(0 if all(each.is_met for each in found_bounds) else 1)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import numpy as np
 import soxr
 from rich.console import Console
 
-from bench.bounds import Bound, quantile, show_bounds
+from bench.bounds import Bound, finite, quantile, show_bounds
 from omni_actors import turns
 from omni_actors.serve.realtime.config import PCM, PCMU, AudioFormat
 from omni_actors.serve.realtime.sound import SoundDecoder, bytes_per_s, encode, rate_of
@@ -196,9 +196,9 @@ def main(file: Path | None) -> None:
                     "cpu_percent": round(100 * found.cpu_s / (len(conversation.sound) / RATE), 2),
                 }
             )
-            click.echo(json.dumps(rows[-1]))
+            click.echo(json.dumps(finite(rows[-1])))
     if file is not None:
-        file.write_text(json.dumps(rows, indent=1))
+        file.write_text(json.dumps(finite(rows), indent=1))
     found_bounds = bounds(rows)
     show_bounds(Console(), found_bounds)
     sys.exit(0 if all(each.is_met for each in found_bounds) else 1)

@@ -123,7 +123,7 @@ class RequestsReplayed(WorkerEnd, frozen=True, kw_only=True):
 
     Attributes:
         requests: how many.
-        resumed: of these, how many of which a resumable stage starts again and goes on from its decisions.
+        resumed: of these, how many of which a resumable stage starts again: from its decisions, if it has made any.
         lost_s: the time from the death until the last of them was dispatched again.
     """
 
@@ -133,7 +133,7 @@ class RequestsReplayed(WorkerEnd, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         were = "was" if self.requests == 1 else "were"
-        how = "replayed" if not self.resumed else f"replayed ({self.resumed} from decisions)"
+        how = "replayed" if not self.resumed else f"replayed ({self.resumed} resumed)"
         return f"{_requests(self.requests)} {were} {how} {self.lost_s:.2f} s after the death of {self.worker}"
 
 

@@ -33,6 +33,8 @@ _NAMES: dict[type[Type], str] = {
 """The names of types in msgspec's messages."""
 _NOTHING = {"null", "[]", "0", "0.0"}
 """Values that mean "none". A field that has no others is not supported."""
+_OTHER = "?"
+"""What a type accepts that is not in words here. msgspec's message then says all that is known."""
 _LONGEST_QUOTE = 150
 """Characters of a message that may quote a value. What is accepted follows."""
 
@@ -69,9 +71,11 @@ def explained(error: Exception, schema: Any, given: Any) -> tuple[str, str]:
         given = _value(given, key)
     if message.startswith("Object contains unknown field `"):
         name = message.partition("`")[2].removesuffix("`")[:_LONGEST_QUOTE]
-        known = ", ".join(map(repr, _fields(nodes, given))) or "none"
-        return f"{UNKNOWN}; accepted: {known}", f"{path}.{name}" if path else name
+        known = ", ".join(map(repr, _fields(nodes, given)))
+        return f"{UNKNOWN}; accepted: {known}" if known else UNKNOWN, f"{path}.{name}" if path else name
     words = list(dict.fromkeys(word for node in nodes for word in _words(node)))
+    if _OTHER in words:
+        return message, path
     if words and _NOTHING.issuperset(words):
         return f"not supported; accepted: {', '.join(words)}", path
     if {*WORDS.values(), "null"}.issuperset(words) or message.startswith("Object missing"):
@@ -145,7 +149,7 @@ def _words(node: Type) -> list[str]:
             return ["[]"]
         case NoneType():
             return ["null"]
-    return [WORDS[name]] if (name := _NAMES.get(type(node))) else []
+    return [WORDS[name] if (name := _NAMES.get(type(node))) else _OTHER]
 
 
 def split_path(error: Exception) -> tuple[str, str]:
@@ -157,11 +161,11 @@ def split_path(error: Exception) -> tuple[str, str]:
     ('expected text, got an integer, as a key', 'env')
     """
     text = str(error)
-    if key := re.fullmatch(r"(.*) - at `key` in `\$(.*)`", text, re.DOTALL):
-        return f"{plain(key[1])}, as a key", key[2].lstrip(".")
-    # The last occurrence is msgspec's own: the value may contain the same words.
-    message, found, path = text.rpartition(" - at `$")
-    return (plain(message), path.rstrip("`").lstrip(".")) if found else (plain(text), "")
+    message, _, end = text.rpartition(" - at `")  # the last one is msgspec's own: the value may contain the same words
+    place = re.fullmatch(r"(key` in `)?\$([^`]*)`", end)
+    if place is None:
+        return plain(text), ""
+    return plain(message) + (", as a key" if place[1] else ""), place[2].lstrip(".")
 
 
 def plain(message: str) -> str:

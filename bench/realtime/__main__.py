@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench.bounds import Bound, show_bounds
+from bench.bounds import Bound, finite, show_bounds
 from bench.realtime import barge_in, end_of_turn, kills, report
 from bench.realtime.server import Server, serving
 
@@ -79,15 +78,6 @@ class Measurement:
             self.figures["barge_in"] = [asdict(each) for each in found]
 
 
-def _finite(value: Any) -> Any:
-    """Return a value of JSON in which null stands for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 @click.command()
 @click.option("--only", multiple=True, type=click.Choice(PARTS), help="One part; may be repeated.")
 @click.option(
@@ -122,7 +112,7 @@ def main(only: tuple[str, ...], overrides: tuple[str, ...], json_file: Path | No
         show_bounds(console, measurement.bounds)
         if json_file is not None:
             bounds = [{**asdict(each), "met": each.is_met} for each in measurement.bounds]
-            json_file.write_text(json.dumps(_finite({**measurement.figures, "bounds": bounds}), indent=1))
+            json_file.write_text(json.dumps(finite({**measurement.figures, "bounds": bounds}), indent=1))
     sys.exit(0 if is_complete and all(each.is_met for each in measurement.bounds) else 1)
 
 

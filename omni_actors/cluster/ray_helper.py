@@ -219,7 +219,7 @@ def main() -> None:
         helper = Helper(sys.argv[1])
     except (RayError, OSError, RuntimeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
-        if sys.argv[1] == AUTO and isinstance(error, ConnectionError):
+        if sys.argv[1] == AUTO and "Could not find any running Ray instance" in why:
             why = f'no Ray runs on this machine; "{LOCAL}" starts one'
         tell(Failed(why))
         sys.exit(1)

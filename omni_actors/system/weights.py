@@ -164,9 +164,8 @@ class WeightControl(Control):
         try:
             replies = await self._update(stages, arguments, timeout_s)
             if not any(isinstance(reply.error, CallTimedOut) for of_stage in replies.values() for reply in of_stage):
-                while await self._kept.merge(
-                    self._stages(stages)
-                ):  # else an engine may still refuse them, which takes them back
+                # Else an engine may still refuse them, which takes them back.
+                while await self._kept.merge(self._stages(stages)):
                     pass
             return replies
         finally:

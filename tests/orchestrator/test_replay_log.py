@@ -36,8 +36,7 @@ async def test_replays_are_counted_by_the_death_that_they_follow(
             (8, None, 3),
         ]
         assert caplog.messages[0] == (
-            "2 requests were replayed (1 from decisions) 0.60 s after the death of "
-            "stage 'mind' (replica 0, generation 1)"
+            "2 requests were replayed (1 resumed) 0.60 s after the death of stage 'mind' (replica 0, generation 1)"
         )
         caplog.clear()
         replay_log.add(FIRST, 2.0, is_resumed=False)

@@ -75,6 +75,8 @@ def accepted(node: inspect.Type) -> st.SearchStrategy[Any]:
     match node:
         case inspect.UnionType(types=types):
             return st.one_of(*map(accepted, types))
+        case inspect.Metadata(type=inner):
+            return accepted(inner)
         case inspect.IntType(ge=int(low), le=int(high)):
             return st.sampled_from([low, high]) | st.integers(low, high)
         case inspect.FloatType(ge=low, gt=above, le=int() | float() as high) if {low, above} != {None}:

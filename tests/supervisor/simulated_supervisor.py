@@ -110,9 +110,9 @@ class SimulatedSystem:
         self.failures: list[StageFailed] = []
         self.failed_requests: list[int | None] = []
         self.counts = True
+        """Whether deaths count against the restart intensity."""
         self.ended_with_stage = 0
         """What ``on_stage_failed`` returns."""
-        """Whether deaths count against the restart intensity."""
         self.unspawnable: set[str] = set()
         self.released = list[Address]()
         self.unplaceable: dict[Address, str] = {}

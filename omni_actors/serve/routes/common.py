@@ -46,17 +46,19 @@ class _Need(NamedTuple):
 _TRANSCRIPTS = _Need({"audio"}, {"transcript"}, "writes no transcripts")
 _ANSWERS = _Need({"messages"}, {"text"}, "does not answer in text")
 _NEEDS = {
-    "/v1/chat/completions": _Need({"messages"}, {"text", "audio", "image"}, "does not chat"),
-    "/v1/completions": _ANSWERS,
-    "/v1/responses": _ANSWERS,
-    "/v1/audio/speech": _Need({"script"}, {"audio"}, "does not read texts aloud"),
-    "/v1/audio/transcriptions": _TRANSCRIPTS,
-    "/v1/audio/translations": _TRANSCRIPTS,
-    "/v1/realtime": _ANSWERS,
-    "/v1/images/generations": _Need({"messages"}, {"image"}, "makes no pictures"),
-    "/v1/images/edits": _Need({"messages", "image"}, {"image"}, "edits no pictures"),
+    "/v1/chat/completions": (_Need({"messages"}, {"text", "image"}, "does not chat"),),
+    "/v1/completions": (_ANSWERS,),
+    "/v1/responses": (_ANSWERS,),
+    "/v1/audio/speech": (_Need({"script"}, {"audio"}, "does not read texts aloud"),),
+    "/v1/audio/transcriptions": (_TRANSCRIPTS,),
+    "/v1/audio/translations": (_TRANSCRIPTS,),
+    "/v1/realtime": (_ANSWERS, _TRANSCRIPTS),
+    "/v1/images/generations": (_Need({"messages"}, {"image"}, "makes no pictures"),),
+    "/v1/images/edits": (_Need({"messages", "image"}, {"image"}, "edits no pictures"),),
 }
-"""Of each route that not every pipeline serves. Embeddings and tokens are matters of an engine, which answers 501."""
+"""Of each route that not every pipeline serves; one of them is enough. Embeddings and tokens are matters of an engine,
+which answers 501.
+"""
 _NAMED = ("/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/images/generations")
 """The routes that a refusal names, where they serve the pipeline. Of the others, its engines may still refuse some."""
 
@@ -117,11 +119,15 @@ def choose_system(request: Request, model: str | None) -> OmniSystem:
 
 def require_served(route: str, pipeline: Pipeline) -> None:
     """Refuse a pipeline that cannot do what a route does. Raises HTTPError."""
-    if route in _NEEDS and not _NEEDS[route].is_met(pipeline):
-        served = ", ".join(each for each in _NAMED if _NEEDS[each].is_met(pipeline))
+    if not _is_served(route, pipeline):
+        served = ", ".join(each for each in _NAMED if _is_served(each, pipeline))
         advice = f"; it serves {served}" if served else ""
-        message = f"model: {pipeline.name!r} {_NEEDS[route].refusal}{advice}"
+        message = f"model: {pipeline.name!r} {_NEEDS[route][0].refusal}{advice}"
         raise bad_request(message, "model", "unsupported_modality")
+
+
+def _is_served(route: str, pipeline: Pipeline) -> bool:
+    return route not in _NEEDS or any(need.is_met(pipeline) for need in _NEEDS[route])
 
 
 def text_parameters(body: schemas.TextBody) -> list[tuple[str, str, Any]]:

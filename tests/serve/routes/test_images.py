@@ -250,7 +250,7 @@ def test_a_wrong_form_is_refused(server: Server, fields: dict[str, str], files: 
         ([], "images"),
         ([{"image_url": "https://example.org/a.png"}], "images[0].image_url"),
         ([{"image_url": "data:image/png;base64,!"}], "images[0].image_url"),
-        ([{"file_id": "file-1"}], "images[0]"),
+        ([{"file_id": "file-1"}], "images[0].file_id"),
         ([{"image_url": "data:image/png;base64,"}] * 17, "images"),
     ],
 )

@@ -11,6 +11,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from tests.support.http_server import Server, Start
+from tests.support.realtime import session, silence
 
 PIPELINES = {
     "hearing": "{engine: echo, accepts: [audio, messages], emits: text}",  # the shape of an omni model without speech
@@ -20,6 +21,7 @@ PIPELINES = {
 }
 CHAT, SPEECH, PICTURES = "/v1/chat/completions", "/v1/audio/speech", "/v1/images/generations"
 TRANSCRIPTS, RESPONSES, COMPLETIONS = "/v1/audio/transcriptions", "/v1/responses", "/v1/completions"
+TRANSCRIBING: dict[str, Any] = {"turn_detection": None, "transcription": {"model": "any"}}
 FORMS = (TRANSCRIPTS, "/v1/audio/translations")
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hello"}]},
@@ -72,9 +74,16 @@ def test_a_model_that_cannot_do_what_a_route_does(server: Server, path: str, mod
     assert error["message"] == f"model: '{model}' {words}"
 
 
-@pytest.mark.parametrize(
-    ("model", "routes"), [("painter", f"{CHAT}, {PICTURES}"), ("speaker", SPEECH), ("writer", TRANSCRIPTS)]
-)
+def test_a_realtime_session_that_only_transcribes(server: Server) -> None:
+    with session(server, query="?model=writer") as talk:
+        talk.send("session.update", session={"type": "realtime", "audio": {"input": TRANSCRIBING}})
+        talk.until("session.updated")
+        talk.hear(silence(0.2))
+        talk.send("input_audio_buffer.commit")
+        talk.until("conversation.item.input_audio_transcription.completed")
+
+
+@pytest.mark.parametrize(("model", "routes"), [("painter", f"{CHAT}, {PICTURES}"), ("speaker", SPEECH)])
 def test_a_realtime_session_that_could_answer_nothing(server: Server, model: str, routes: str) -> None:
     url = f"ws://127.0.0.1:{server.port}/v1/realtime?model={model}"
     with pytest.raises(InvalidStatus) as caught, connect(url):

@@ -199,10 +199,10 @@ def test_a_conversation_that_the_chat_template_refuses_is_refused(tmp_path: Path
         ({"stop": "a"}, "stop"),
         ({"stop": ["a", "b" * 257]}, "stop[1]"),
         ({"stop": ["a"] * 17}, "stop"),
-        ({"voice": "low"}, None),
+        ({"voice": "low"}, "voice"),
     ],
 )
-def test_parameters_are_validated_in_start(engine: LLMEngine, params: dict[str, Any], param: str | None) -> None:
+def test_parameters_are_validated_in_start(engine: LLMEngine, params: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         engine.start(StageRequest(0, (CLIENT,), params))
     assert refusal.value.param == param
