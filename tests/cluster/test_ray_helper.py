@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import msgspec
@@ -14,7 +17,7 @@ import trio.testing
 from omni_actors import OmniSystem
 from omni_actors.cluster import ray_nodes
 from omni_actors.cluster.agent import AgentSettings
-from omni_actors.cluster.ray_messages import News, Obeyed, RayNode, Started
+from omni_actors.cluster.ray_messages import Failed, News, Obeyed, RayNode, Started
 from omni_actors.cluster.ray_nodes import open_ray
 from omni_actors.errors import RayUnavailable
 
@@ -171,3 +174,24 @@ async def test_a_machine_without_ray_is_reported(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RayUnavailable, match=r"not installed \(pip install 'omni-actors\[cluster\]'\)"):
         async with open_ray("auto"):
             pytest.fail("the block began")
+
+
+def test_a_machine_on_which_no_ray_runs_is_reported(tmp_path: Path) -> None:
+    """Ray looks for one among the processes, here among none, and in a file."""
+    program = """
+        import sys
+        from omni_actors.cluster import ray_helper
+        from ray._private import services
+        services.psutil.process_iter = lambda *attributes, **named: iter(())
+        sys.argv[1:] = ["auto"]
+        ray_helper.main()
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**environment, "RAY_TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=WATCHDOG_S,
+    )
+    assert msgspec.json.decode(ran.stdout, type=News) == Failed('no Ray runs on this machine; "local" starts one')
