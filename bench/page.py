@@ -49,7 +49,7 @@ FIRST_PAINT_MS = 300
 PAGE_KB = 300
 """All files of the page."""
 CPU_PERCENT = 2
-"""Of one core, for up to ten changes a second: of the server, for all viewers; and of the page's own work."""
+"""The most CPU time, of one core, at ten changes a second. It holds for the server, and for the page's own work."""
 START_S = 300.0
 DESKTOP, PHONE = (1360, 980), (390, 1000)
 SPOKEN = "What is the capital of France?"

@@ -56,11 +56,12 @@ _NEEDS = {
     "/v1/images/generations": (_Need({"messages"}, {"image"}, "makes no pictures"),),
     "/v1/images/edits": (_Need({"messages", "image"}, {"image"}, "edits no pictures"),),
 }
-"""Of each route that not every pipeline serves; one of them is enough. Embeddings and tokens are matters of an engine,
-which answers 501.
+"""By route, what a pipeline needs to serve it: any one of these. Routes that are not here need nothing of the graph.
+
+An engine without embeddings or tokens answers 501 itself.
 """
 _NAMED = ("/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/images/generations")
-"""The routes that a refusal names, where they serve the pipeline. Of the others, its engines may still refuse some."""
+"""A refusal names those of these routes that serve the pipeline. It names no others: its engines may refuse them."""
 
 
 def open_body(
