@@ -24,7 +24,7 @@ from omni_actors.orchestrator.request import Request
 from omni_actors.outputs import Output
 from omni_actors.stages.echo.engine import payload
 from omni_actors.system import OmniSystem
-from tests.support.echo_systems import pid_of
+from tests.support.echo_systems import pid_of, wait_for
 
 WATCHDOG_S = 60.0
 STAGES = ("first", "second", "third")
@@ -111,7 +111,7 @@ def ask(
 async def read_and_kill(omni: OmniSystem, generation: Generation, *stages: str) -> list[Output]:
     """Read all outputs, and kill the workers of these stages when the first output has arrived.
 
-    All stages are ready again when this returns. Where all outputs had been sent before the deaths, it waits for those.
+    All replicas are ready again when this returns. Where all outputs were sent before the deaths, it waits for those.
     """
     victims, outputs = [pid_of(omni, stage) for stage in stages], []
     before = generations(omni)
@@ -155,7 +155,14 @@ async def all_ready(omni: OmniSystem) -> None:
 
 
 async def wait_restarted(omni: OmniSystem, expected: Mapping[str, int]) -> None:
-    """Wait until all stages are ready, those in ``expected`` in this generation or a later one."""
-    with trio.fail_after(WATCHDOG_S):
-        while not omni.health().ready or any(generations(omni)[stage] < expected[stage] for stage in expected):
-            await omni.wait_changed()
+    """Wait until all replicas of all stages are ready, the first ones of those in ``expected`` in this generation or a
+    later one.
+    """
+
+    def restarted() -> bool:
+        stages = omni.health().stages
+        return all(replica.state == "ready" for replicas in stages.values() for replica in replicas) and all(
+            stages[stage][0].generation >= generation for stage, generation in expected.items()
+        )
+
+    await wait_for(omni, restarted)
