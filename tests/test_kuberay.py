@@ -107,10 +107,11 @@ def test_every_name_that_is_referred_to_is_there() -> None:
         ("http", "/page/icon.svg"),
     ]
     variables = {variable["name"] for variable in container(HEAD)["env"]}
-    assert variables == {"NODES", "OMNI_ACTORS_PIPELINE", "OMNI_ACTORS_API_KEY"}
+    assert variables == {"NODES", "OMNI_ACTORS_PIPELINE", "OMNI_ACTORS_API_KEY", "RAY_worker_niceness"}
     [nodes] = [int(variable["value"]) for variable in container(HEAD)["env"] if variable["name"] == "NODES"]
     assert nodes == 1 + GROUP["replicas"]
-    assert "env" not in container(GROUP), "the key is the server's alone"
+    niceness = {"name": "RAY_worker_niceness", "value": "0"}
+    assert container(GROUP)["env"] == [niceness], "the key is the server's alone"
 
 
 @contextmanager

@@ -74,7 +74,8 @@ class Dialing:
     def pass_deadlines(self, now: float) -> None:
         for dial in [each for each in self._dials.values() if each.due <= now]:
             if dial.opening is not None:
-                self._fail(dial, "no answer")
+                was_cut_short = now >= dial.deadline
+                self._fail(dial, dial.error if dial.error and was_cut_short else "no answer")
             elif now < dial.deadline:
                 self._try(dial, now)
             else:

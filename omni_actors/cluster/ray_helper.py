@@ -9,7 +9,8 @@ Rules
    detached, so that it outlives the helper. It ends with its control connection or its lease, and then its actor does,
    so that Ray gives its resources to the next one: the helper kills it, or it ends itself after ``EXIT_S``. So does an
    actor that is not told to run within ``UNUSED_S``, because its helper has ended.
-3. An actor is scheduled on its node and on no other, with the resources that its workers are to have.
+3. An actor is scheduled on its node and on no other, with the resources that its workers are to have. Ray gives it a
+   nice value of 15, so that jobs leave the cores to Ray itself. It takes 0, for itself and its workers, where it may.
 4. The helper ends when its stdin does. It kills the agents that it has started. Of a Ray that it has started, no
    process and no file is left. An order that Ray does not let it carry out costs no other agent.
 5. A helper whose own node is no longer in Ray ends at the next agent that it is to start: it is connected with a Ray
@@ -25,6 +26,7 @@ import socket
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -58,8 +60,12 @@ EXIT_S: Final = 5.0
 UNUSED_S: Final = 120.0
 NODE_ID: Final = "ray.io/node-id"
 """A label that Ray gives to each node; its value is random."""
-LOCAL_OPTIONS: Final[dict[str, Any]] = {"object_store_memory": 80 << 20, "include_dashboard": False}
-"""Options of a Ray that is started here: no data goes through its object store."""
+LOCAL_OPTIONS: Final[dict[str, Any]] = {
+    "object_store_memory": 80 << 20,
+    "include_dashboard": False,
+    "_system_config": {"worker_niceness": 0},
+}
+"""Options of a Ray that is started here: no data goes through its object store, and rule 3 needs no right."""
 
 _news_lock = threading.Lock()
 _news_fd = os.dup(1)
@@ -84,6 +90,8 @@ class AgentActor:
     def run(self, settings: bytes) -> str | None:
         """Run an agent until its control connection ends. Return why it failed, or None."""
         self._unused.cancel()
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         os.environ[VISIBLE] = ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # Ray may leave it unset
         try:
             run_in_main_thread(msgspec.msgpack.decode(settings, type=AgentSettings))

@@ -23,11 +23,11 @@ from tests.support.echo_systems import OFTEN, WATCHDOG_S
 OUTPUTS, PAYLOAD_BYTES = 60, 20_000
 
 
-def long_answers(writers: Path | None = None) -> Pipeline:
-    """Each request has ``OUTPUTS`` outputs with a payload, one every 10 ms. writers: where workers log their lives."""
+def long_answers(writers: Path | None = None, *, step_s: float = 0.01) -> Pipeline:
+    """Each request has ``OUTPUTS`` outputs, one every ``step_s``. writers: where workers log their lives."""
     engine = "echo" if writers is None else "tests.cluster.writing_engine:Writing"
     environment = {} if writers is None else {LOG: str(writers)}
-    options = {"step_s": 0.01, "fan_out": OUTPUTS, "payload_bytes": PAYLOAD_BYTES}
+    options = {"step_s": step_s, "fan_out": OUTPUTS, "payload_bytes": PAYLOAD_BYTES}
     both = {"restart": OFTEN, "ring_bytes": 65536, "deterministic": True, "load_timeout_s": 60.0, "env": environment}
     first = Stage(engine=engine, accepts=("script",), emits="text", options=options, **both)
     second = Stage(engine=engine, inputs=("first",), emits="audio", options={"payload_bytes": PAYLOAD_BYTES}, **both)

@@ -65,12 +65,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def nixl_rings(
-    *, near: bool = True, far: bool = True, far_bytes: int = RING_BYTES, read_s: float = 60.0
-) -> Iterator[NixlRings]:
+def nixl_rings(*, near: bool = True, far: bool = True, far_bytes: int = RING_BYTES) -> Iterator[NixlRings]:
     """Yield rings joined by a link. near, far: whether that pump has NIXL."""
     with ExitStack() as stack:
-        transfers = (Transfers(read_s=read_s) if near else None, Transfers(read_s=read_s) if far else None)
+        transfers = (Transfers() if near else None, Transfers() if far else None)
         near_pump, near_losses = stack.enter_context(open_pump(transfers=transfers[0]))
         far_pump, far_losses = stack.enter_context(open_pump(transfers=transfers[1]))
         rings = NixlRings((near_pump, far_pump), transfers)

@@ -12,9 +12,15 @@ from omni_actors.cluster.pump import Pump
 from ringbuf import Ring
 from tests.cluster.linked_rings import SECRET
 
+SILENT_S = 2.0
+
 
 def main(action: str, host: str = "127.0.0.1", port: str = "0") -> None:
-    pump = Pump(SECRET, "127.0.0.1", lambda link_id, why: print(f"lost {link_id}: {why}", file=sys.stderr))
+
+    def report(link_id: int, why: str) -> None:
+        print(f"lost {link_id}: {why}", file=sys.stderr)
+
+    pump = Pump(SECRET, "127.0.0.1", report, silent_s=SILENT_S)
     with Ring.create(1 << 16) as ring:
         if action == "send":
             producer = ring.claim_producer()

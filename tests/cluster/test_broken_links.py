@@ -23,6 +23,7 @@ from omni_actors.cluster.pump import Pump, PumpStopped
 from ringbuf import Ring, RingClosed, RingCorrupted
 from ringbuf._words import PRODUCER
 from tests.cluster.linked_rings import SECRET, WATCHDOG_S, LinkedRings, Losses, linked_rings, open_pump
+from tests.cluster.node_process import SILENT_S
 from tests.cluster.strangers import authenticated
 from tests.support.network import Forwarder
 
@@ -144,7 +145,7 @@ def test_a_killed_or_stopped_node_is_a_loss(victim: str, stop: signal.Signals) -
 
     A sending end that is stopped cannot be told from an idle one by its link.
     """
-    with open_pump(silent_s=0.5) as (pump, losses), Ring.create(1 << 16) as ring:
+    with open_pump(silent_s=SILENT_S) as (pump, losses), Ring.create(1 << 16) as ring:
         arguments = ["send", *map(str, pump.address)] if victim == "near" else ["receive"]
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.node_process", *arguments],
@@ -167,6 +168,7 @@ def test_a_killed_or_stopped_node_is_a_loss(victim: str, stop: signal.Signals) -
                     producer.send(bytes(2000), timeout=WATCHDOG_S)
                     if number == 50:
                         assert process.stdout.readline()
+            assert not losses.all()
             process.send_signal(stop)
             assert losses.next()[0] == 7
         finally:

@@ -111,7 +111,7 @@ async def answer_in_http(stream: trio.abc.Stream) -> None:
 @pytest.mark.parametrize("way", [close, reset, close_after_the_hello, close_after_the_handshake, until_closed])
 async def test_an_attempt_that_fails_is_repeated(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of these says nothing, as a parent that is busy."""
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.1 if way is until_closed else WATCHDOG_S)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 1.0 if way is until_closed else WATCHDOG_S)
     async with parent(way, way, accept) as (address, left):
         await joined(address)
         assert not left

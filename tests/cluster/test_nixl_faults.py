@@ -46,9 +46,9 @@ def take_extents(transfers: Transfers | None) -> dict[int, int]:
 
 
 @contextmanager
-def reading(**options: float) -> Iterator[NixlRings]:
+def reading() -> Iterator[NixlRings]:
     """Yield rings while MESSAGE is being read; the process that serves the READ is stopped."""
-    with nixl_rings(**options) as rings:  # type: ignore[arg-type]
+    with nixl_rings() as rings:
         rings.negotiate()
         rings.producer.send(MESSAGE)
         with rings.consumer.recv(WATCHDOG_S) as frame:  # NIXL has a connection
@@ -201,7 +201,10 @@ def test_memory_that_is_used_again_is_not_taken_for_the_old_record() -> None:
 
 
 def test_a_read_that_takes_too_long_ends_the_nixl_process() -> None:
-    with reading(read_s=1.0) as rings:
+    with reading() as rings:
+        far = rings.transfers[1]
+        assert far is not None
+        far.read_s = 1.0  # not before: the first one includes the connection
         assert rings.far_losses.next() == (7, "NIXL has ended on this node")
         os.kill(process_of(rings.transfers[0]), signal.SIGCONT)
         check_works(rings, 0)

@@ -27,6 +27,7 @@ from omni_actors.config import Cluster, Pipeline, Stage
 from omni_actors.config.schema import Autoscale
 from omni_actors.errors import ClusterUnavailable, NoPlace, RayUnavailable
 from omni_actors.stress import cuts
+from omni_actors.worker.priority import may_raise_to
 from tests.cluster.long_answers import (
     ask_long,
     assert_one_writer_at_a_time,
@@ -119,6 +120,13 @@ async def test_an_agent_without_its_connection_gives_its_resources_to_the_next_o
                 lambda lost=agent: on.spawner.agents["n1"] is not lost and on.spawner.nodes()["n1"].state == "alive"
             )
         check_exact(after := ask_long(on.omni), await read(after))
+
+
+async def test_agents_and_workers_have_no_lower_priority_than_other_programs(cluster: RayCluster) -> None:
+    """Ray starts its actors with a nice value of 15."""
+    async with open_on_ray(cluster) as on:
+        started = [agent.pid for agent in on.spawner.agents.values()] + [pid_of(on.omni, stage) for stage in NODES]
+        assert {psutil.Process(pid).nice() for pid in started} == {0 if may_raise_to(0) else 15}
 
 
 async def test_no_actor_is_left_of_a_helper_that_was_killed(cluster: RayCluster) -> None:

@@ -97,13 +97,15 @@ class OnRay:
 
 
 @asynccontextmanager
-async def opened(ray: RayNodes, writers: Path, *, lease_s: float = SHORT_LEASE_S) -> AsyncIterator[OnRay]:
+async def opened(
+    ray: RayNodes, writers: Path, *, lease_s: float = SHORT_LEASE_S, step_s: float = 0.01
+) -> AsyncIterator[OnRay]:
     async with open_ray(ray.address) as agents:
         nodes = [Node(name=PARENT), Node(name="n1"), Node(name="n2")]
         host = ray.nodes["head"].address
         async with (
             open_cluster(nodes, agents, FixedPlaces(PLACES), host=host, lease_s=lease_s) as spawner,
-            OmniSystem.open(long_answers(writers), spawner=spawner) as omni,
+            OmniSystem.open(long_answers(writers, step_s=step_s), spawner=spawner) as omni,
         ):
             ours = {pid_of(omni, stage) for stage in PLACES} | {agent.pid for agent in spawner.agents.values()}
             assert ray.agents_and_workers() == ours
@@ -151,7 +153,7 @@ async def read_through(
 async def test_a_partition_of_five_seconds_only_delays(
     ray: RayNodes, writers: Path, lost: Mapping[str, Sequence[str]]
 ) -> None:
-    async with opened(ray, writers, lease_s=2 * LEASE_S) as on:  # TCP resends after 3 and after 6 s
+    async with opened(ray, writers, lease_s=2 * LEASE_S, step_s=0.05) as on:  # TCP resends after 3 and after 6 s
         generation = ask_long(on.omni)
         check_exact(generation, await read_through(generation, ray, lost, 5.0))
         check_exact(after := ask_long(on.omni), await read(after))

@@ -26,7 +26,7 @@ from tests.cluster.subprocess_cluster import FixedPlaces, named, open_on_nodes
 from tests.support.echo_systems import WATCHDOG_S, read, until
 from tests.support.open_descriptors import open_descriptors
 
-SILENT_LEASE_S = 1.0
+SILENT_LEASE_S = 3.0
 
 
 async def test_a_worker_whose_node_is_lost_while_it_is_started_is_started_on_another_one() -> None:

@@ -19,7 +19,7 @@ from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.outputs import Output
 from omni_actors.system import OmniSystem
-from tests.replay.mortal import all_ready, record_of
+from tests.replay.mortal import all_ready, generations, record_of, wait_restarted
 from tests.support.companion_engines import PREDICTIONS, guided
 from tests.support.echo_systems import WATCHDOG_S, pid_of, read, until
 from tests.support.frozen import freeze
@@ -68,8 +68,8 @@ def check(outputs: list[Output]) -> None:
 
 
 async def read_and_kill(omni: OmniSystem, generation: Generation, at: int, stages: tuple[str, ...]) -> list[Output]:
-    """Kill the workers of these stages when ``at`` outputs have arrived; read the rest."""
-    outputs: list[Output] = []
+    """Kill the workers of these stages when ``at`` outputs have arrived; read the rest. All are ready again then."""
+    outputs, before = list[Output](), generations(omni)
     with trio.fail_after(WATCHDOG_S):
         if not at:
             _kill(omni, stages)
@@ -77,7 +77,7 @@ async def read_and_kill(omni: OmniSystem, generation: Generation, at: int, stage
             outputs.append(output)
             if len(outputs) == at:
                 _kill(omni, stages)
-        await all_ready(omni)
+    await wait_restarted(omni, {stage: before[stage] + 1 for stage in stages})
     return outputs
 
 
