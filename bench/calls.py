@@ -34,6 +34,7 @@ from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import CallTimedOut
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.stress.report import percentile
+from tests.support.frozen import freeze
 
 SHAPES: dict[str, tuple[str, str]] = {"voice": ("audio", "audio"), "qwen3_omni": ("messages", "audio")}
 """The shipped pipelines, with the input and the modality of the requests."""
@@ -145,7 +146,7 @@ async def frozen(omni: OmniSystem, stopped: str) -> Row:
         if stage != stopped:
             others_s = max(others_s, time.monotonic() - began)
 
-    worker.suspend()
+    freeze(worker.pid)
     try:
         for _ in range(FROZEN_CALLS):
             async with trio.open_nursery() as nursery:
