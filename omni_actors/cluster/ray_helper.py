@@ -15,6 +15,8 @@ Rules
    process and no file is left. An order that Ray does not let it carry out costs no other agent.
 5. A helper whose own node is no longer in Ray ends at the next agent that it is to start: it is connected with a Ray
    that is gone, though Ray may answer it. It kills no agent then.
+6. Ray starts a cluster of its own for a call without a connection. The helper forbids that: an agent may end, and be
+   killed, when the helper has left Ray already.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from typing import Any, Final
 
 import msgspec
 import ray
+from ray._private import auto_init_hook
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -113,6 +116,7 @@ class Helper:
     """Starts and stops agents. address: of Ray's head, "auto" or "local"."""
 
     def __init__(self, address: str) -> None:
+        auto_init_hook.enable_auto_connect = False  # rule 6
         self._actors: dict[int, Any] = {}
         local = address == LOCAL
         self._directory: str | None = None
@@ -195,10 +199,15 @@ class Helper:
     def _ended(self, number: int, future: Any) -> None:
         """Tell that an agent has ended, and let its actor end. Called in a thread of Ray, which must not wait."""
         if (actor := self._actors.pop(number, None)) is not None:
-            threading.Thread(target=ray.kill, args=(actor,), daemon=True).start()
+            threading.Thread(target=self._kill, args=(actor,), daemon=True).start()
         error = future.exception()
         why = future.result() if error is None else f"{type(error).__name__}: {error}"
-        tell(Ended(number, certain=error is None, why=why or "its control connection has ended"))
+        with suppress(BrokenPipeError):  # the parent has ended
+            tell(Ended(number, certain=error is None, why=why or "its control connection has ended"))
+
+    def _kill(self, actor: Any) -> None:
+        with suppress(RayError):  # the helper has left Ray, and has killed all actors
+            ray.kill(actor)
 
     def close(self) -> None:
         """Kill the agents, and leave Ray. Ray may wait for a head that is gone: then the process just ends."""

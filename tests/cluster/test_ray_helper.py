@@ -195,3 +195,23 @@ def test_a_machine_on_which_no_ray_runs_is_reported(tmp_path: Path) -> None:
         timeout=WATCHDOG_S,
     )
     assert msgspec.json.decode(ran.stdout, type=News) == Failed('no Ray runs on this machine; "local" starts one')
+
+
+def test_an_agent_that_ends_after_the_helper_has_left_ray_starts_no_other_ray(tmp_path: Path) -> None:
+    program = """
+        import ray
+        from omni_actors.cluster import ray_helper
+        init, ray.init = ray.init, lambda **options: None
+        helper = ray_helper.Helper("auto")
+        ray.init = init
+        helper._kill(None)
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**environment, "TMPDIR": str(tmp_path), "RAY_TMPDIR": str(tmp_path)},
+        capture_output=True,
+        timeout=WATCHDOG_S,
+    )
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert not list(tmp_path.iterdir())
