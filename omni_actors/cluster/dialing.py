@@ -74,7 +74,7 @@ class Dialing:
     def pass_deadlines(self, now: float) -> None:
         for dial in [each for each in self._dials.values() if each.due <= now]:
             if dial.opening is not None:
-                was_cut_short = now >= dial.deadline
+                was_cut_short = now >= dial.deadline and not dial.opening.authenticated
                 self._fail(dial, dial.error if dial.error and was_cut_short else "no answer")
             elif now < dial.deadline:
                 self._try(dial, now)

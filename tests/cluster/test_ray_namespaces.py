@@ -165,7 +165,7 @@ async def test_a_partition_of_five_seconds_only_delays(
 async def test_the_workers_of_a_node_that_is_cut_off_move_and_it_is_used_again(
     ray: RayNodes, writers: Path, lost: Mapping[str, Sequence[str]]
 ) -> None:
-    async with opened(ray, writers) as on:
+    async with opened(ray, writers, step_s=0.05) as on:
         worker, agent = psutil.Process(pid_of(on.omni, "second")), on.spawner.agents["n2"].number
         generation = ask_long(on.omni)
         with ExitStack() as cut:
