@@ -92,11 +92,24 @@ class WorkerDied(WorkerEnd, frozen=True, kw_only=True):
         return f"{self.worker} died: {exit}; it held {_requests(self.requests)}"
 
 
-class WorkerRestarted(WorkerEvent, frozen=True, kw_only=True):
+class WorkerSuccessor(WorkerEvent, frozen=True, kw_only=True):
+    """An event of a worker that follows a death: the replica's first one after it was last ready.
+
+    Attributes:
+        signal, exit_code: how the dead worker ended.
+        requests: how many requests it held.
+    """
+
+    signal: str | None
+    exit_code: int | None
+    requests: int
+
+
+class WorkerRestarted(WorkerSuccessor, frozen=True, kw_only=True):
     """A new worker of a replica was started after a death, and loads its engine.
 
     Attributes:
-        since_death_s: the time since the replica's first death after it was last ready.
+        since_death_s: the time since the death.
     """
 
     since_death_s: float
@@ -105,7 +118,7 @@ class WorkerRestarted(WorkerEvent, frozen=True, kw_only=True):
         return f"{self.worker} was restarted as pid {self.pid}, {self.since_death_s:.2f} s after the death"
 
 
-class WorkerRecovered(WorkerEvent, frozen=True, kw_only=True):
+class WorkerRecovered(WorkerSuccessor, frozen=True, kw_only=True):
     """A replica is ready again.
 
     Attributes:

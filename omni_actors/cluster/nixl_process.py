@@ -159,7 +159,7 @@ class _Process:
 
     def __init__(self, pump: socket.socket, memory: mmap.mmap, outgoing: int) -> None:
         """Raises ImportError (no package), and what NIXL raises."""
-        from nixl_cu12 import _bindings as nixl  # of the extra "nixl". Its ``nixl_agent`` keeps a core busy (pthrDelay)
+        import nixl_cu12._bindings as nixl  # of the extra "nixl". Its ``nixl_agent`` keeps a core busy (pthrDelay)
 
         self._nixl: Any = nixl
         self._errors = _errors_of(nixl)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omni_actors.config import Restart, Stage
-from omni_actors.errors import Death, StageFailed
+from omni_actors.errors import Death, StageFailed, WorkerExit
 from omni_actors.protocol.mailbox import MailboxFull
 from omni_actors.protocol.messages import Address, ControlMessage, WorkerSpec
 from omni_actors.supervisor.calls import PendingCall
@@ -35,6 +35,18 @@ class ReplicaState(enum.Enum):
     ASLEEP = "asleep"
     DRAINING = "draining"
     FAILED = "failed"
+
+
+@dataclass(eq=False)
+class Outage:
+    """The time from the death of a ready worker, or of the first one, until the replica is ready again.
+
+    began_at: on trio's clock. exit: how that worker ended. requests: how many requests were held by it.
+    """
+
+    began_at: float
+    exit: WorkerExit
+    requests: int = 0
 
 
 @dataclass(eq=False)
@@ -63,8 +75,8 @@ class Replica:
     failure: StageFailed | None = None
     retry_at: float | None = None
     """When a replica that was given up is tried again, on trio's clock; None if it was not given up, or for good."""
-    died_at: float | None = None
-    """When the death was that it has not recovered from, on trio's clock; None if there is none."""
+    outage: Outage | None = None
+    """Since a death that it has not recovered from; None if there is none."""
     failed_tries: int = 0
     """Failed tries since it was given up."""
     recent_restarts: tuple[float, ...] = ()

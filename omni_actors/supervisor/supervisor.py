@@ -23,20 +23,19 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import trio
 
 from omni_actors.config import Stage
-from omni_actors.errors import Death, StageFailed, WorkerExit
+from omni_actors.errors import WorkerExit
 from omni_actors.platform.device_locks import DeviceBusy
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import available
 from omni_actors.protocol.packets import close_all
-from omni_actors.supervisor import client_output, devices, giving_up, restart, worker_log
+from omni_actors.supervisor import client_output, devices, worker_log
+from omni_actors.supervisor.deaths import Deaths
 from omni_actors.supervisor.desired_state import DesiredState, Part
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.heartbeat import watch_progress
@@ -84,6 +83,7 @@ class Supervisor:
         """Set when the first incarnation of every replica has begun, or the end has."""
         self.changes = trio.lowlevel.ParkingLot()
         """Woken whenever a replica's state or note changes."""
+        self._deaths = Deaths(self.replicas, stages, listener, self.changes)
 
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
@@ -122,7 +122,7 @@ class Supervisor:
         woken = [each for each in self.replicas.values() if each.address.stage in stages and each.asleep]
         for each in woken:
             each.asleep, each.state, each.note = False, ReplicaState.RESTARTING, "waking up"
-            each.died_at = None
+            each.outage = None
         with trio.CancelScope(shield=True):
             await self._start(woken)
 
@@ -209,7 +209,7 @@ class Supervisor:
                     await self._run_worker(replica)
                     nursery.cancel_scope.cancel()
             if incarnation.reason is not None and not incarnation.over:
-                self._report_death(replica, WorkerExit(0, None, NOT_STARTED))  # killed while it was being spawned
+                self._deaths.report(replica, WorkerExit(0, None, NOT_STARTED))  # killed while it was being spawned
         finally:
             died = incarnation.state is IncarnationState.DEAD
             incarnation.advance(IncarnationEvent.END)
@@ -264,7 +264,7 @@ class Supervisor:
                         if incarnation.reason is not None:
                             for envelope in worker.mailbox.unread():  # such as checkpoints, from which others resume
                                 self._handle(replica, *envelope)
-                            self._report_death(replica, exit)
+                            self._deaths.report(replica, exit)
                     incarnation.worker = None
                     self._edges.disconnect_worker(replica.address)  # not earlier: the process has its ring ends open
         except (SpawnFailed, DeviceBusy) as error:
@@ -273,7 +273,7 @@ class Supervisor:
                 incarnation.reason = incarnation.reason or str(error)
             else:
                 incarnation.load_error = str(error)
-            self._report_death(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
+            self._deaths.report(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
         finally:
             incarnation.device_locks.release()
 
@@ -293,14 +293,14 @@ class Supervisor:
         """Configure and connect a worker, and deliver its messages and outputs until it dies."""
         fence, parts = self._listener.newest_request(), self.desired.parts(replica.address.stage)
         replica.incarnation.parts, desired = parts, tuple(part.desired for part in parts)
-        behind = any(each.state is ReplicaState.READY for each in self._of_stage(replica))
+        behind = any(each.state is ReplicaState.READY for each in self._deaths.of_stage(replica))
         worker.mailbox.post(messages.Configure(replica.spec, fence, desired, behind))
         try:
             output = self._edges.connect_worker(replica.spec, replica.post, replica.kill)
         except OSError as error:
             replica.incarnation.load_error = f"no memory for its rings: {error}"
             worker.kill()
-            self._report_death(replica, await worker.wait_dead())
+            self._deaths.report(replica, await worker.wait_dead())
             return
         async with trio.open_nursery() as nursery:
             reading = trio.CancelScope()
@@ -324,7 +324,7 @@ class Supervisor:
             if output is not None:
                 client_output.deliver_rest(replica, output, self._listener)
             replica.incarnation.reason = reason  # a torn message or chunk of a dead worker is not why it died
-            self._report_death(replica, exit)
+            self._deaths.report(replica, exit)
             nursery.cancel_scope.cancel()
 
     @trio.lowlevel.enable_ki_protection
@@ -357,7 +357,7 @@ class Supervisor:
                 incarnation.device_locks.release()
                 replica.state, replica.load_s, replica.note = ReplicaState.READY, load_s, "ready"
                 worker_log.ready(replica)
-                replica.failure = replica.retry_at = replica.died_at = None
+                replica.failure = replica.retry_at = replica.outage = None
                 for part in incarnation.parts:
                     part.established = True
                 self._listener.on_worker_ready(replica.address)
@@ -389,68 +389,3 @@ class Supervisor:
         """Return the incarnations whose workers load with this part of the desired state."""
         incarnations = [each.incarnation for each in self.replicas.values()]
         return {each for each in incarnations if each.state is IncarnationState.STARTING and part in each.parts}
-
-    # what follows a death
-
-    def _report_death(self, replica: Replica, exit: WorkerExit) -> None:
-        """Record the death of an incarnation, decide what follows, and report both to the listener."""
-        incarnation, now = replica.incarnation, trio.current_time()
-        node = None if incarnation.worker is None else incarnation.worker.node
-        exit = replace(exit, reason=incarnation.reason, node=node)
-        replica.died_at = now if replica.died_at is None else replica.died_at
-        replica.history.append(Death(replica.generation, time.time(), exit))
-        incarnation.advance(IncarnationEvent.DIE)
-        incarnation.calls.lose(exit, raised=incarnation.failed_call)
-        blameless = incarnation.stopped_with_another or incarnation.failed_call
-        counts = blameless or self._listener.on_worker_died(replica.address, exit, incarnation.failed_request)
-        counts = counts and not incarnation.took_back
-        if incarnation.ready.is_set():
-            since = now - replica.policy.period_s
-            replica.recent_restarts = tuple(at for at in replica.recent_restarts if at >= since)
-        why = giving_up.why_given_up(replica, exit, counts=counts)
-        replica.state = ReplicaState.RESTARTING if why is None else ReplicaState.FAILED
-        replica.note = str(exit)
-        if why is not None:
-            giving_up.plan_retry(replica, exit, now)
-        elif not incarnation.stopped_with_another:
-            self._plan_restart(replica, now, counts=counts)
-        self.changes.unpark_all()
-        requests = self._listener.on_worker_lost(replica.address, replica.generation, exit, now)
-        is_logged = any(
-            each.state is not ReplicaState.FAILED or each.load_s is not None for each in self._of_stage(replica)
-        )  # else the caller of ``OmniSystem.open`` reports it
-        if is_logged:
-            worker_log.died(replica, exit, requests)
-        if why is not None:
-            replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
-            replica.failure.__cause__ = incarnation.start_error
-            ended = self._listener.on_stage_failed(replica.failure)
-            if is_logged:
-                worker_log.given_up(replica, exit, why, ended)
-
-    def _of_stage(self, replica: Replica) -> list[Replica]:
-        return [each for each in self.replicas.values() if each.address.stage == replica.address.stage]
-
-    def _plan_restart(self, replica: Replica, now: float, *, counts: bool) -> None:
-        """Set the delay of a restart, and stop giving work to the replicas that are restarted with this one."""
-        incarnation = replica.incarnation
-        incarnation.delay_s = restart.restart_delay_s(replica.policy, len(replica.recent_restarts))
-        if counts:
-            replica.recent_restarts += (now,)
-        others = self._restarted_with(replica)
-        incarnation.restarts_with = tuple(each.address for each in others)
-        for each in others:  # before the death is reported: nothing is to be sent to them any more
-            each.state, each.incarnation.stopped_with_another = ReplicaState.RESTARTING, True
-            each.incarnation.reason = f"restarted with stage {replica.address.stage!r} ({replica.policy.strategy})"
-            each.incarnation.stop()
-
-    def _restarted_with(self, replica: Replica) -> list[Replica]:
-        """The running replicas that the strategy restarts with this one; one that is down is restarted anyway."""
-        running = [each for each in self.replicas.values() if each.incarnation.running]
-        if replica.policy.strategy == "one_for_all":
-            return running
-        if replica.policy.strategy == "one_for_one":
-            return []
-        inputs = {name: stage.inputs for name, stage in self.stages.items()}
-        downstream = restart.downstream_stages([replica.address.stage], inputs)
-        return [each for each in running if each.address.stage in downstream]

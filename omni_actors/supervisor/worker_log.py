@@ -8,19 +8,19 @@ import trio
 
 from omni_actors.errors import WorkerExit
 from omni_actors.log_events import ReplicaGivenUp, WorkerDied, WorkerRecovered, WorkerRestarted, record
-from omni_actors.supervisor.replica import Replica
+from omni_actors.supervisor.replica import Outage, Replica
 
 
 def started(replica: Replica, pid: int) -> None:
     """Log that a worker was started after a death."""
-    if (lost_s := _lost_s(replica)) is not None:
-        record(WorkerRestarted(**_identity(replica), pid=pid, since_death_s=lost_s))
+    if (outage := replica.outage) is not None:
+        record(WorkerRestarted(**_successor(replica, outage, pid), since_death_s=_lost_s(outage)))
 
 
 def ready(replica: Replica) -> None:
     """Log that the worker that was started after a death is ready."""
-    if (lost_s := _lost_s(replica)) is not None and (worker := replica.worker) is not None:
-        record(WorkerRecovered(**_identity(replica), pid=worker.pid, lost_s=lost_s))
+    if (outage := replica.outage) is not None and (worker := replica.worker) is not None:
+        record(WorkerRecovered(**_successor(replica, outage, worker.pid), lost_s=_lost_s(outage)))
 
 
 def died(replica: Replica, exit: WorkerExit, requests: int) -> None:
@@ -32,7 +32,7 @@ def died(replica: Replica, exit: WorkerExit, requests: int) -> None:
 def given_up(replica: Replica, exit: WorkerExit, why: str, requests: int) -> None:
     """Log that a replica is given up. requests: how many have ended because their stage has no replica left."""
     retry_in_s = None if replica.retry_at is None else round(replica.retry_at - trio.current_time(), 3)
-    facts, lost_s = _end(replica, exit), _lost_s(replica) or 0.0
+    facts, lost_s = _end(replica, exit), 0.0 if replica.outage is None else _lost_s(replica.outage)
     record(ReplicaGivenUp(**facts, reason=why, retry_in_s=retry_in_s, requests=requests, lost_s=lost_s))
 
 
@@ -52,6 +52,12 @@ def _identity(replica: Replica) -> dict[str, Any]:
     }
 
 
-def _lost_s(replica: Replica) -> float | None:
-    """Return for how many seconds a replica has not been ready since its death; None if it has not died."""
-    return None if replica.died_at is None else round(trio.current_time() - replica.died_at, 3)
+def _successor(replica: Replica, outage: Outage, pid: int) -> dict[str, Any]:
+    """Return the fields of a log event about a worker that follows a death."""
+    exit = outage.exit
+    ended = {"signal": exit.signal, "exit_code": exit.exit_code, "requests": outage.requests}
+    return {**_identity(replica), "pid": pid, **ended}
+
+
+def _lost_s(outage: Outage) -> float:
+    return round(trio.current_time() - outage.began_at, 3)

@@ -76,7 +76,7 @@ class AutoscaleControl(ScaleControl):
         """Return how many workers a stage has beside those that were given up too long ago; None: there are none."""
         staying = [each for each in self._orchestrator.pools.replicas(stage) if not each.leaving]
         since = trio.current_time() - RETRY_S
-        lost = [each for each in staying if each.given_up and each.died_at is not None and each.died_at <= since]
+        lost = [each for each in staying if each.given_up and each.outage is not None and each.outage.began_at <= since]
         return len(staying) - len(lost) if lost else None
 
     def _demand(self, stage: str) -> Demand:

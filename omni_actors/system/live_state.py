@@ -239,7 +239,7 @@ def _replica(replica: Replica, orchestrator: Orchestrator, clock: TrioClock) -> 
         pid=replica.worker.pid if replica.worker else None,
         load_s=None if replica.load_s is None else round(replica.load_s, 3),
         devices=replica.devices,
-        down_since=clock.unix(replica.died_at),
+        down_since=clock.unix(None if replica.outage is None else replica.outage.began_at),
         retry_at=clock.unix(replica.retry_at),
         deaths=[_death(each) for each in [*replica.history][-DEATHS:]],
         figures={name: round(value, 4) for name, value in replica.gauges.items()},

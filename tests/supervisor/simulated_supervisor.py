@@ -111,6 +111,8 @@ class SimulatedSystem:
         self.failed_requests: list[int | None] = []
         self.counts = True
         """Whether deaths count against the restart intensity."""
+        self.held_by_next = 0
+        """How many requests the next worker to die holds."""
         self.ended_with_stage = 0
         """What ``on_stage_failed`` returns."""
         self.unspawnable: set[str] = set()
@@ -204,7 +206,8 @@ class SimulatedSystem:
     def on_worker_lost(self, address: Address, generation: int, exit: WorkerExit, at: float) -> int:
         self._note("lost", address)
         self.exits.append(exit)
-        return 0
+        held, self.held_by_next = self.held_by_next, 0
+        return held
 
     def on_stage_failed(self, failure: StageFailed) -> int:
         self.failures.append(failure)

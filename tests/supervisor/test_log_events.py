@@ -51,6 +51,7 @@ async def test_the_lost_time_spans_restarts_that_fail(
 ) -> None:
     async with SimulatedSystem(ONE).running() as system:
         system.unspawnable.add("one")
+        system.held_by_next = 2
         began = trio.current_time()
         system.worker("one").die(exit_code=3)
         while len(system.exits) < 2:
@@ -77,6 +78,7 @@ async def test_the_lost_time_spans_restarts_that_fail(
     assert isinstance(restarted, WorkerRestarted)
     assert isinstance(recovered, WorkerRecovered)
     assert isinstance(last, WorkerRecovered)
+    assert {(e.signal, e.exit_code, e.requests) for e in (restarted, recovered)} == {(None, 3, 2)}, "of the first death"
     assert restarted.since_death_s == recovered.lost_s == pytest.approx(lost_s, abs=0.001)
     assert last.lost_s > 0
     assert last.lost_s != recovered.lost_s, "it is counted from the last death"

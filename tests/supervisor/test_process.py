@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import psutil
@@ -29,7 +30,7 @@ from omni_actors.protocol.messages import (
     Stop,
     WorkerSpec,
 )
-from omni_actors.supervisor.process import LocalSpawner, SpawnFailed
+from omni_actors.supervisor.process import LocalSpawner, SpawnFailed, _Process
 from omni_actors.worker.priority import LOADING_NICE, may_raise_to
 from tests.support.open_descriptors import open_descriptors
 
@@ -206,6 +207,36 @@ async def test_any_number_of_tasks_may_wait_for_a_death() -> None:
             worker.kill()
         worker_pid = exits[0].pid
     assert exits == [WorkerExit(worker_pid, "SIGKILL", None, ())] * 3
+
+
+async def test_reaping_a_worker_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    reaping, may_reap = threading.Event(), threading.Event()
+    join, went_on = _Process.join, []
+
+    def join_late(self: _Process, timeout: float | None = None) -> None:
+        reaping.set()
+        went_on.append(may_reap.wait(WATCHDOG_S / 4))
+        join(self, timeout)
+
+    monkeypatch.setattr(_Process, "join", join_late)
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            worker.kill()
+            await trio.to_thread.run_sync(reaping.wait)
+            may_reap.set()
+            assert (await worker.wait_dead()).signal == "SIGKILL"
+    assert went_on == [True]
+    assert not psutil.pid_exists(worker.pid)
+
+
+async def test_a_worker_is_reaped_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run_sync(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+    exit, _ = await run_until_dead("no_such_module:engine")
+    assert exit.exit_code == 1
+    assert not psutil.pid_exists(exit.pid)
 
 
 async def test_killing_a_dead_worker_is_harmless() -> None:
