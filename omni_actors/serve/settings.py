@@ -27,7 +27,8 @@ class ServerSettings:
         host, port: the address to listen on. Port 0: a free port.
         api_key: the key that clients must send. None: no key.
         max_body_bytes: the limit of a request's body and the files that its URLs name.
-        max_event_bytes: the limit of one event that a client sends over a WebSocket.
+        max_event_bytes: the limit of one event that a client sends over a WebSocket. The longest turn of a user, 120 s
+            of PCM in base64, has 7.7 MB.
         max_sessions: the limit of realtime sessions.
         session_s: the longest realtime session, in seconds.
         session_items, session_bytes: the most items of a session's conversation, and bytes of text and recordings.
@@ -58,7 +59,7 @@ class ServerSettings:
     port: int = 8091
     api_key: str | None = None
     max_body_bytes: int = 32 * 1024 * 1024
-    max_event_bytes: int = 4 * 1024 * 1024
+    max_event_bytes: int = 8 * 1024 * 1024
     max_sessions: int = 64
     session_s: float = 3600.0
     session_items: int = 1000

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -31,6 +32,8 @@ from omni_actors.stages.sources import OpenSources
 RATE = 16000
 WORD_S = 0.1
 LEVEL = 0.5
+WORDLESS = "no words"
+"""With this prompt, ``Ear`` finds no words."""
 REFUSED_S = 0.3
 LAST_LINES = [f"words of the worker, {number}\n" for number in range(30)]
 
@@ -104,7 +107,7 @@ class Ear(_Engine):
             if samples == round(REFUSED_S * rate):
                 raise InvalidRequest("this recording is refused", param="audio")
             given = [self._params[name] for name in ("task", "initial_prompt") if name in self._params]
-            text = ", ".join([f"{samples / rate:.1f} s at {rate} Hz", *given])
+            text = "" if WORDLESS in given else ", ".join([f"{samples / rate:.1f} s at {rate} Hz", *given])
             data = {"text": text, "index": chunk.data["index"]}
             if timestamps := self._params.get("timestamps"):
                 decoded = {"tokens": [1], "temperature": 0.0, "avg_logprob": -0.5}
@@ -128,6 +131,16 @@ class Eye(_Engine):
             yield _line({name: chunk.data["index"], "digest": hashlib.sha256(data).hexdigest()})
         if "messages" in chunk.data:
             yield _line({"messages": chunk.data["messages"]})
+
+
+class Strict(Eye):
+    """Refuses a conversation in which one side speaks twice in a row, as some chat templates do."""
+
+    def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        roles = [message["role"] for message in chunk.data.get("messages", ())]
+        if any(one == other for one, other in pairwise(roles)):
+            raise InvalidRequest("the chat template refuses the conversation", param="messages")
+        return super()._pieces(chunk)
 
 
 class Inside(_Engine):

@@ -73,8 +73,11 @@ class Entry:
 
     @property
     def has_words_of_user(self) -> bool:
-        item = self.item
-        return isinstance(item, Message) and item.role == "user" and any(part.words for part in item.content)
+        return isinstance(self.item, Message) and self.is_from_user and any(part.words for part in self.item.content)
+
+    @property
+    def is_from_user(self) -> bool:
+        return isinstance(self.item, Message) and self.item.role == "user"
 
     @property
     def is_unfinished_call(self) -> bool:
@@ -338,6 +341,33 @@ async def chat_messages(
     return messages or [{"role": "system", "content": GREETING}], clips
 
 
+def join_neighbours(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation in which no two messages in a row have the same role, but the outputs of calls.
+
+    Some chat templates refuse any other. An answer that was cut before its first word leaves two messages of the user,
+    for example.
+    """
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last: dict[str, Any] = joined[-1] if joined else {}
+        has_called = "tool_calls" in last and "tool_calls" not in message
+        if last.get("role") != message["role"] or message["role"] == "tool" or has_called:
+            joined.append(dict(message))
+            continue
+        last["content"] = _joined(last["content"], message["content"])
+        if "tool_calls" in message:
+            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+    return joined
+
+
+def _joined(one: str | list[dict[str, Any]], other: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Join the contents of two messages."""
+    if isinstance(one, str) and isinstance(other, str):
+        return "\n".join(text for text in (one, other) if text)
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (one, other)]
+    return [part for each in parts for part in each if part.get("text") != ""]
+
+
 async def _calls(entries: Sequence[Entry]) -> dict[Entry, dict[str, Any]]:
     """Return the calls that a request can have (rule 4), as the pipeline takes them."""
     found: dict[Entry, dict[str, Any]] = {}
@@ -354,7 +384,9 @@ def call_of(item: FunctionCall) -> ToolCall:
     return ToolCall(item.call_id, ChatFunctionCall(item.name, item.arguments))
 
 
-async def _content(entry: Entry, item: Message, clips: list[AudioChunk], *, transcribed: bool) -> str | Sequence[Any]:
+async def _content(
+    entry: Entry, item: Message, clips: list[AudioChunk], *, transcribed: bool
+) -> str | list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(item.content):
         recording = entry.recordings.get(index)

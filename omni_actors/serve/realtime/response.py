@@ -2,13 +2,15 @@
 
 Rules
 1. A response waits for the words of the user's recordings where the pipeline has a transcriber. Otherwise the pipeline
-   hears the recordings themselves.
+   hears the recordings themselves. A response to a turn in which there are no words, such as a cough, is empty.
 2. If the model may call functions, and the pipeline speaks scripts, the text is spoken by a request of its own: calls
    are not read aloud. The beginning of a call that was cut is dropped too.
 3. A conversation that is too long for the model loses its older half and is tried again, unless the session's
    ``truncation`` is "disabled". Messages of the system stay. Nothing has been sent by then.
-4. ``cancel`` ends the requests in every stage at once. Sound that has not left is dropped.
-5. Text is read and sent at once, unless ``QUEUED_CHUNKS`` chunks of sound that may not leave yet are before it.
+4. A conversation that the pipeline refuses, and in which one side speaks twice in a row, is tried again with such
+   messages joined: some chat templates need that.
+5. ``cancel`` ends the requests in every stage at once. Sound that has not left is dropped.
+6. Text is read and sent at once, unless ``QUEUED_CHUNKS`` chunks of sound that may not leave yet are before it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from omni_actors.generation import Generation
 from omni_actors.outputs import AudioChunk, Output
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.http.errors import HTTPError
-from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages
+from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages, join_neighbours
 from omni_actors.serve.realtime.outbox import Outbox, error_object
 from omni_actors.serve.realtime.pacer import Pacer
 from omni_actors.serve.realtime.pipeline import SessionPipeline
@@ -36,7 +38,7 @@ from omni_actors.serve.routes.chat_answer import Calls
 DELTA_S = 0.2
 """The longest sound of one event."""
 QUEUED_CHUNKS = 256
-"""How many chunks of sound may be read before they may leave (rule 5)."""
+"""How many chunks of sound may be read before they may leave (rule 6)."""
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
@@ -51,6 +53,7 @@ class Response:
         settings: what the response is asked to be.
         entries: its input.
         player_ends: when the client will have played the answers before; None: it has none of them.
+        needs_words: whether it answers a turn that the user has spoken.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class Response:
         settings: ResponseSettings,
         entries: Sequence[Entry],
         player_ends: float | None = None,
+        needs_words: bool = False,
     ) -> None:
         self._pipeline, self._outbox, self._settings = pipeline, outbox, settings
+        self._needs_words = needs_words
         self.is_apart = conversation is None
         """Whether it is out of the conversation."""
         self.entries = [entry for entry in entries if not entry.is_unfinished_call]
@@ -130,6 +135,8 @@ class Response:
         try:
             if self._pipeline.transcribes:
                 await self._wait_words()
+                if self._needs_words and not self._is_asked():
+                    return
             async with trio.open_nursery() as nursery:
                 queue, queued = trio.open_memory_channel[bytes](QUEUED_CHUNKS)
                 nursery.start_soon(self._send_sound, queued)
@@ -167,11 +174,17 @@ class Response:
         if said is not None and said.error is not None:
             raise said.error
 
+    def _is_asked(self) -> bool:
+        """Return whether the newest message of the user has words."""
+        newest = next((entry for entry in reversed(self.entries) if entry.is_from_user), None)
+        return newest is None or newest.has_words_of_user
+
     async def _read(self, queue: trio.MemorySendChannel[bytes], script: trio.MemorySendChannel[str] | None) -> None:
         """Read the answer of the model. script: receives the text to speak, if a request of its own speaks it."""
         entries = self.entries
+        messages, clips = await self._messages(entries)
         while True:
-            generation = await self._begin(entries)
+            generation = self._pipeline.generate(messages, clips, self._settings)
             try:
                 while (output := await self._pipeline.next_output(generation)) is not None:
                     await self._outbox.wait_room()
@@ -185,10 +198,14 @@ class Response:
                         await self._add_text(*self._calls.push(output.delta), script)
                 break
             except InvalidRequest as error:
-                left = _without_older_half(entries)
-                if error.code != "context_length_exceeded" or not self._settings.may_truncate or left is None:
+                joined, left = join_neighbours(messages), _without_older_half(entries)
+                if error.code == "context_length_exceeded" and self._settings.may_truncate and left is not None:
+                    entries = left
+                    messages, clips = await self._messages(entries)
+                elif error.param == "messages" and error.code != "context_length_exceeded" and joined != messages:
+                    messages = joined
+                else:
                     raise
-                entries = left
             finally:
                 generation.abort()
         text, calls = self._calls.finish()
@@ -196,12 +213,10 @@ class Response:
         if self._finish_reason != "length":  # else the last call was cut, and the end of the response ends it
             self._events.end_call()
 
-    async def _begin(self, entries: Sequence[Entry]) -> Generation:
-        """Submit the request. Raises OmniError."""
-        messages, clips = await chat_messages(
-            entries, self._settings.config.instructions, transcribed=self._pipeline.transcribes
-        )
-        return self._pipeline.generate(messages, clips, self._settings)
+    async def _messages(self, entries: Sequence[Entry]) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
+        """Return the messages and the recordings of a conversation."""
+        instructions = self._settings.config.instructions
+        return await chat_messages(entries, instructions, transcribed=self._pipeline.transcribes)
 
     async def _add_text(
         self, text: str, calls: Sequence[dict[str, Any]], script: trio.MemorySendChannel[str] | None

@@ -372,10 +372,10 @@ class Session:
         """Return whether an answer is computed or, as far as the server knows, played."""
         return self._responses.is_playing()
 
-    def respond_to_turn(self) -> None:
+    def respond_to_turn(self, *, is_spoken: bool) -> None:
         """Begin a response, unless one of the conversation is in progress. Raises HTTPError."""
         if self._responses.current is None:
-            self._respond(ResponseParams())
+            self._respond(ResponseParams(), needs_words=is_spoken)
 
     async def interrupt(self) -> None:
         """Cut the answer because the user speaks, and keep of it what was played. Raises HTTPError."""
@@ -383,10 +383,10 @@ class Session:
 
     # responses
 
-    def _respond(self, asked: ResponseParams) -> None:
-        """Begin a response. Raises HTTPError."""
+    def _respond(self, asked: ResponseParams, *, needs_words: bool = False) -> None:
+        """Begin a response. needs_words: see ``Response``. Raises HTTPError."""
         self._check_modalities(asked.applied_to(self._config), "response.")
-        response = self._responses.begin(self._config, asked, self._params)
+        response = self._responses.begin(self._config, asked, self._params, needs_words=needs_words)
         self._transcribe_again(response.entries)
         assert self._nursery is not None
         self._nursery.start_soon(self._run_response, response)

@@ -50,13 +50,16 @@ class SessionResponses:
         """All responses in progress."""
         return [*([] if self.current is None else [self.current]), *self._apart.values()]
 
-    def begin(self, config: SessionConfig, asked: ResponseParams, params: Mapping[str, Any]) -> Response:
+    def begin(
+        self, config: SessionConfig, asked: ResponseParams, params: Mapping[str, Any], *, needs_words: bool
+    ) -> Response:
         """Return a new response, for ``run``. Raises HTTPError.
 
         Args:
             config: the session's configuration.
             asked: what the response changes in it.
             params: parameters of the engines.
+            needs_words: see ``Response``.
         """
         is_apart = asked.conversation == "none"
         if is_apart and len(self._apart) == MOST_APART:
@@ -82,6 +85,7 @@ class SessionResponses:
             settings=settings,
             entries=entries,
             player_ends=playing[-1].pacer.ends if playing else None,
+            needs_words=needs_words,
         )
         if is_apart:
             self._apart[response.id] = response

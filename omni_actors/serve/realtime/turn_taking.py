@@ -66,8 +66,8 @@ class TurnSession(Protocol):
     def commit_turn(self, until_ms: float | None, item_id: str) -> None:
         """Make an item of the sound up to a position. Raises HTTPError."""
 
-    def respond_to_turn(self) -> None:
-        """Begin a response, unless one is in progress. Raises HTTPError."""
+    def respond_to_turn(self, *, is_spoken: bool) -> None:
+        """Begin a response, unless one is in progress. is_spoken: whether the user spoke. Raises HTTPError."""
 
 
 class TurnItem:
@@ -264,7 +264,7 @@ class TurnTaking:
         await self._session.interrupt()
 
     def _end_turn(self, end_ms: float) -> None:
-        self._commit(end_ms, self._post_stopped(end_ms))
+        self._commit(end_ms, self._post_stopped(end_ms), is_spoken=True)
 
     def _post_stopped(self, end_ms: float) -> str:
         """Announce the end of the turn. Return the identifier of its item."""
@@ -278,13 +278,13 @@ class TurnTaking:
         self._sound.forget(start_ms, self._format)
         place = {"audio_start_ms": start_ms, "audio_end_ms": end_ms}
         self._outbox.post("input_audio_buffer.timeout_triggered", **place, item_id=id)
-        self._commit(end_ms, id)
+        self._commit(end_ms, id, is_spoken=False)
 
-    def _commit(self, end_ms: float, id: str) -> None:
+    def _commit(self, end_ms: float, id: str, *, is_spoken: bool) -> None:
         try:
             self._session.commit_turn(end_ms, id)
             if self._settings.create_response:
-                self._session.respond_to_turn()
+                self._session.respond_to_turn(is_spoken=is_spoken)
         except HTTPError as error:
             self._outbox.post_error(error)
             self._sound.forget(end_ms, self._format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import trio
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.config import PCMU, ResponseParams, SessionConfig
-from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages
+from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages, join_neighbours
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part, check_item
 from omni_actors.serve.realtime.response import Response
@@ -115,6 +116,33 @@ async def test_a_call_whose_arguments_are_no_object_is_in_no_request(arguments: 
     returned = FunctionCallOutput(call_id="call_1", output="sunny")
     messages, _ = await chat_messages([Entry(cut), Entry(returned), Entry(whole)], "", transcribed=True)
     assert [call["id"] for message in messages for call in message["tool_calls"]] == ["call_2"]
+
+
+def test_neighbours_of_one_role_are_joined() -> None:
+    text, sound = {"type": "text", "text": "and"}, {"type": "audio", "index": 0}
+    calls = [{"id": "one"}, {"id": "two"}]
+    outputs = [{"role": "tool", "tool_call_id": each["id"], "content": "sunny"} for each in calls]
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "hm"},
+        *({"role": "assistant", "content": "", "tool_calls": [each]} for each in calls),
+        *outputs,
+        {"role": "assistant", "content": "it is"},
+        {"role": "user", "content": "and"},
+        {"role": "user", "content": [sound]},
+    ]
+    before = copy.deepcopy(messages)
+    assert join_neighbours(messages) == [
+        {"role": "user", "content": "one\ntwo"},
+        {"role": "assistant", "content": "hm", "tool_calls": calls},
+        *outputs,
+        {"role": "assistant", "content": "it is"},
+        {"role": "user", "content": [text, sound]},
+    ]
+    assert messages == before
+    last = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "assistant", "content": "it is"}]
+    assert join_neighbours(last) == last, "a text after a call stays after it"
 
 
 async def test_a_response_leaves_out_the_calls_that_are_not_finished_when_it_begins() -> None:

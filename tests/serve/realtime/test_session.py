@@ -143,6 +143,12 @@ def test_items_are_inserted_deleted_and_retrieved(talk: Session) -> None:
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == "bb" * 3
 
 
+def test_a_recording_may_be_as_long_as_a_turn(talk: Session) -> None:
+    part = {"type": "input_audio", "audio": to_base64(silence(120))}
+    talk.send("conversation.item.create", item={"type": "message", "role": "user", "content": [part]})
+    assert talk.until("conversation.item.done")[-1]["item"]["role"] == "user"
+
+
 def test_a_response_out_of_the_conversation_with_its_own_input(talk: Session) -> None:
     talk.ask("kept")
     other = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "other"}]}

@@ -172,6 +172,17 @@ def test_the_text_beside_a_recording_without_words_is_kept(start: Start) -> None
         assert [message["content"] for message in asked["messages"]] == ["and this", "0.5 s at 24000 Hz"]
 
 
+def test_a_conversation_that_a_strict_template_refuses_is_tried_again_with_messages_joined(start: Start) -> None:
+    with start(config=REPORTER.replace(":Eye", ":Strict")) as server, session(server) as talk:
+        transcribe(talk)
+        talk.ask("one")
+        assert say(talk, recording(0.5)) == "0.5 s at 24000 Hz"
+        talk.ask("two")
+        [item] = talk.respond(**TEXT)[-1]["response"]["output"]
+        asked = json.loads(item["content"][0]["text"].splitlines()[-1])
+        assert asked["messages"] == [{"role": "user", "content": "one\n0.5 s at 24000 Hz\ntwo"}]
+
+
 def test_a_transcript_that_failed_is_made_again_for_the_next_answer(slow: Server) -> None:
     """The server admits two requests, and its answers do not end."""
     key = {"additional_headers": {"authorization": "Bearer sesame"}}

@@ -15,6 +15,7 @@ import soxr
 from bench.turns import SENTENCES, say
 from tests.support.http_server import Server, Start
 from tests.support.realtime import PCM_S, Session, pcm, session, silence
+from tests.support.served_engines import WORDLESS
 
 pytestmark = pytest.mark.voice
 
@@ -229,6 +230,20 @@ def test_a_user_who_says_nothing_is_answered(talk: Session) -> None:
     ]
     waited_ms = events[0]["audio_end_ms"] - events[0]["audio_start_ms"]
     assert 5000 <= waited_ms <= 5000 + 32
+
+
+def test_a_turn_without_words_gets_an_empty_response(talk: Session) -> None:
+    def hear(prompt: str | None) -> dict[str, Any]:
+        detect(talk, {"type": "server_vad"}, transcription={"prompt": prompt})
+        talk.hear(pcm(say(SENTENCES[0])) + silence(1))
+        response: dict[str, Any] = talk.until("response.done")[-1]["response"]
+        return response
+
+    assert hear(WORDLESS)["output"] == []
+    assert hear(None)["output"] != []
+    wordless = hear(WORDLESS)
+    assert (wordless["status"], wordless["output"]) == ("completed", [])
+    assert talk.respond(**TEXT)[-1]["response"]["output"] != [], "the client asks for it"
 
 
 def test_a_user_is_not_asked_to_go_on_while_an_answer_is_in_progress(talk: Session) -> None:
