@@ -15,9 +15,12 @@ import numpy as np
 import pexpect
 import pytest
 import soundfile
+from PIL import Image
 
 from omni_actors.cli.chat.reader import MAX_MESSAGE_CHARACTERS
+from tests.serve.conftest import Gallery
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
+from tests.support.media_inputs import image_file
 from tests.support.readme import ROOT
 
 PROMPT = r">[\x08 ]*\x1b\[2C|> "
@@ -215,6 +218,58 @@ def test_what_fails_is_one_line_and_the_conversation_goes_on(studio: Server, tmp
     code, out, err = pipe(tmp_path, "hello\n", "--url", studio.url, "--model", "other")
     assert (code, out) == (1, "\n")
     assert "other" in err
+
+
+def test_a_file_that_makes_the_request_too_large_is_refused_where_it_is_attached(
+    gallery: Gallery, tmp_path: Path
+) -> None:
+    """Two pictures are larger than the server's limit, 32 MiB. One was sent already, and goes with each message."""
+    first, second, saved = tmp_path / "first.png", tmp_path / "second.png", tmp_path / "talk.json"
+    first.write_bytes(image_file(Image.new("RGB", (8, 8))) + bytes(13 * 2**20))
+    second.write_bytes(first.read_bytes())
+    lines = f"/image {first}\none\n/image {second}\ntwo\n/detach\n/image {second}\nthree\n/save {saved}\n"
+    code, _, err = pipe(tmp_path, lines, "--url", gallery.server.url, "--commands", COLUMNS="1000")
+    assert code == 1
+    refusal = f"{second}: 34.7 MiB would be sent with it, of at most 31.0 MiB"
+    assert [each for each in err.splitlines() if "next message" not in each] == [
+        f"{refusal}; attached already: first.png (17.3 MiB); /detach drops the files and keeps the text",
+        "dropped: first.png (17.3 MiB)",
+        f"saved: {saved}",
+    ]
+    asked = [each["content"] for each in json.loads(saved.read_text())["messages"] if each["role"] == "user"]
+    assert asked[:2] == ["[image_url] one", "two"], "both were answered"
+    assert [each["type"] for each in asked[2]] == ["image_url", "text"]
+
+
+@pytest.mark.parametrize("where", [["--url", "URL"], ["echo"]], ids=["server", "local"])
+def test_a_file_is_refused_by_the_size_that_is_sent(where: list[str], studio: Server, tmp_path: Path) -> None:
+    """24 MiB are 32 MiB in base64, which leaves no room for the rest of a request."""
+    sound = tmp_path / "sound.wav"
+    sound.write_bytes(bytes(24 * 2**20))
+    arguments = [each.replace("URL", studio.url) for each in where]
+    code, out, err = pipe(tmp_path, f"/audio {sound}\nhello\n", *arguments, "--commands", COLUMNS="1000")
+    assert (code, out.strip().removesuffix("hellohello")) == (1, "hello")
+    assert f"{sound}: 32.0 MiB would be sent with it, of at most 31.0 MiB" in err
+
+
+def test_after_a_refusal_by_the_server_the_files_can_be_dropped(
+    studio: Server, recording: Callable[..., bytes], tmp_path: Path
+) -> None:
+    """The limit of this server is lower than the command's."""
+    sounds = [tmp_path / "first.wav", tmp_path / "second.wav"]
+    for path in sounds:
+        path.write_bytes(recording(seconds=15))
+    files = "first.wav (0.6 MiB), second.wav (0.6 MiB)"
+    lines = f"/audio {sounds[0]}\none\n/audio {sounds[1]}\ntwo\n/detach\nthree\n/detach\n"
+    code, out, err = pipe(tmp_path, lines, "--url", studio.url, "--commands", COLUMNS="1000")
+    assert code == 1
+    assert out.endswith("threethreethree\n")
+    assert [each for each in err.splitlines() if "next message" not in each] == [
+        "the body is larger than 1000000 bytes (status 413)",
+        f"sent with each message: {files}; /detach drops the files and keeps the text",
+        f"dropped: {files}",
+        "no file is attached",
+    ]
 
 
 def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

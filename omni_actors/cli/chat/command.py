@@ -15,6 +15,7 @@ from rich.text import Text
 
 from omni_actors import config as configuration
 from omni_actors.cli.chat.commands import COMMANDS, Quit, execute
+from omni_actors.cli.chat.conversation import DETACH
 from omni_actors.cli.chat.reader import MessageTooLong, PipeReader, Reader
 from omni_actors.cli.chat.session import Session, Speech
 from omni_actors.cli.chat.sound import PLAYERS, find_player
@@ -149,6 +150,8 @@ class _Talk:
             except OmniError as error:
                 self._report(error)
                 was_refused = isinstance(error, ServerError)
+                if was_refused and (files := session.conversation.files()):
+                    notes.print(clean(f"sent with each message: {files}; {DETACH}"), style="dim")
             if line is None:
                 return
 

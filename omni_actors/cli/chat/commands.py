@@ -71,6 +71,12 @@ async def _image(session: Session, argument: str) -> None:
     notes.print("attached to your next message; an empty one sends it alone", style="dim")
 
 
+async def _detach(session: Session, argument: str) -> None:
+    files = session.conversation.files()
+    session.conversation.detach()
+    notes.print(clean(f"dropped: {files}") if files else "no file is attached", style="dim")
+
+
 async def _save(session: Session, argument: str) -> None:
     path = _path(argument)
     try:
@@ -109,6 +115,7 @@ COMMANDS: dict[str, _Command] = {
     "/system": _Command("[TEXT]", "sets or shows the instructions to the model", _system),
     "/audio": _Command("FILE", "attaches a sound file to the next message", _audio),
     "/image": _Command("FILE", "attaches a picture to the next message", _image),
+    "/detach": _Command("", "drops all attached files, also earlier ones; keeps the text", _detach),
     "/save": _Command("FILE", "writes the conversation: .json, or Markdown", _save),
     "/reset": _Command("", "begins a new conversation", _reset),
     "/model": _Command("[NAME]", "lists the models, or takes another one", _model),
