@@ -392,7 +392,10 @@ def test_a_session_that_the_server_refuses_and_one_that_it_ends_are_told(start: 
         first.click("#hands-free")
         first.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
         second.click("#hands-free")
-        second.wait(f"({error}).includes('no place for another session')")
+        second.wait(f"({error}).includes('may have no place for another')")
+        second.block("*/v1/models/*")
+        second.click("#hands-free")
+        second.wait(f"({error}) === 'the server cannot be reached'")
         server.ends_by(signal.SIGTERM)
         first.wait(f"({error}).includes('shutting down')")
 
@@ -418,3 +421,20 @@ def test_a_key_of_any_characters_opens_a_session(start: Start) -> None:
         page.click("#hands-free")
         page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
         assert [error for error in page.errors if "401" not in error] == []
+
+
+def test_a_session_with_a_refused_key_or_an_unknown_model_is_told(slow: Server) -> None:
+    error = "document.querySelector('.composer .error')?.innerText || ''"
+    with open_page() as page:
+        page.open(slow.url)
+        page.wait("document.querySelector('input[type=password]')")
+        page.click("input[type=password]")
+        page.type("sesame")
+        page.key("Enter", "Enter", "\r")
+        page.wait("document.querySelector('#hands-free')")
+        page.evaluate("import('/page/js/voice.js').then(({toggleHandsFree}) => toggleHandsFree('nothing'))")
+        page.wait(f"({error}).includes(\"'nothing'\")")
+        page.evaluate("import('/page/js/api.js').then(({key}) => key.set('wrong'))")
+        page.click("#hands-free")
+        page.wait(f"({error}) === 'the server does not accept the key'")
+        assert page.evaluate(MODE) == "off"

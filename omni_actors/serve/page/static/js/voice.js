@@ -1,6 +1,6 @@
 // Talking over /v1/realtime, hands-free (the server finds the turns) or push-to-talk (the key or the button does).
 
-import { fromBase64, key, toBase64 } from "./api.js";
+import { call, fromBase64, key, toBase64 } from "./api.js";
 import { MAX_MESSAGES, addMessage, changed, cut, stopAnswer } from "./conversation.js";
 import { Microphone, Player, audioContext } from "./sound.js";
 import { Store } from "./store.js";
@@ -46,14 +46,30 @@ class Session {
     if (key.get()) subprotocols.push(key.subprotocol);
     this.socket = new WebSocket(url, subprotocols);
     this.socket.onmessage = ({ data }) => this.receive(JSON.parse(data));
-    this.socket.onclose = ({ code, reason }) => close(reason || this.reasonOf(code));
+    this.socket.onclose = ({ code, reason }) => this.closed(code, reason);
   }
 
-  // Returns why the server or the network has closed the socket.
-  reasonOf(code) {
+  // The server or the network has closed the socket.
+  async closed(code, reason) {
+    const mine = attempts;
+    const error = reason || (await this.reasonOf(code));
+    if (mine === attempts) close(error);
+  }
+
+  async reasonOf(code) {
     if (code === GOING_AWAY) return "the server is shutting down";
-    if (this.waiting !== null) return "the server cannot be reached, or has no place for another session";
-    return `the connection to the server was lost (${code})`;
+    return this.waiting === null ? `the connection to the server was lost (${code})` : this.refusal();
+  }
+
+  // Returns why the session did not begin. The browser hides how the server has answered. Another request, which takes
+  // no place of the server, tells whether it is there, accepts the key, and has the model.
+  async refusal() {
+    try {
+      await call(`/v1/models/${encodeURIComponent(this.model)}`);
+      return "the server opens no session: it may have no place for another";
+    } catch (error) {
+      return error.status === 401 ? "the server does not accept the key" : error.message;
+    }
   }
 
   // Sends an event, or keeps it until the session is configured.
