@@ -164,9 +164,10 @@ def build(
     sessions = realtime.Realtime(pipelines, settings)
     gauge = Gauge("omni_realtime_sessions", "Sessions of the realtime API", registry=pipelines.registry)
     gauge.set_function(lambda: sessions.count)
-    pages = files.routes(settings) if settings.has_page else []
+    pages = files.routes() if settings.has_page else []
+    facts = [files.facts_route(settings)] if settings.has_page else []
     faults = chaos.routes() if settings.chaos else []
-    app = _starlette(operations, sessions, [*pages, *faults])
+    app = _starlette(operations, sessions, [*pages, *facts, *faults])
     app.state.openapi = document(_described(operations), has_key=settings.api_key is not None)
     app.state.pipelines, app.state.system = pipelines, pipelines.first
     app.state.media, app.state.is_draining = media, is_draining

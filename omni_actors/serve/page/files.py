@@ -1,9 +1,9 @@
-"""The static files of the page, and the facts that it needs before it has a key.
+"""The static files of the page, and the facts that it needs of the server.
 
 Rules
 1. The files are read once, at the start. No path of a request reaches the file system.
-2. They need no key, because they hold nothing of the pipeline. The page asks for the key, keeps it in the browser's
-   sessionStorage, and sends it as every client does.
+2. They need no key, because they hold nothing of the pipeline. The facts need it. The page asks for the key, keeps it
+   in the browser's sessionStorage, and sends it as every client does.
 3. The Content-Security-Policy allows nothing but this server: no inline script, no other host, no frame around it.
 4. A browser asks each time whether a file has changed (``ETag``), so that a new version of the package is seen at once.
 """
@@ -64,10 +64,14 @@ def read_files() -> dict[str, tuple[bytes, str]]:
     return found
 
 
-def routes(settings: ServerSettings) -> list[Route]:
-    """Return the routes of the files and of the facts. They accept GET, and need no key."""
-    found = [Route(path, _file(*each), methods=["GET"]) for path, each in read_files().items()]
-    return [*found, Route(FACTS, _facts(settings), methods=["GET"])]
+def routes() -> list[Route]:
+    """Return the routes of the files. They accept GET, and need no key."""
+    return [Route(path, _file(*each), methods=["GET"]) for path, each in read_files().items()]
+
+
+def facts_route(settings: ServerSettings) -> Route:
+    """Return the route of the facts. It accepts GET."""
+    return Route(FACTS, _facts(settings), methods=["GET"])
 
 
 def _file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
@@ -84,7 +88,7 @@ def _file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Resp
 
 def _facts(settings: ServerSettings) -> Callable[[Request], Awaitable[Response]]:
     async def facts(request: Request) -> Response:
-        """Return what the page must know before it has a key: whether it needs one, and what the server offers."""
+        """Return what the page must know of the server: whether its clients need a key, and what it offers."""
         paths = {getattr(route, "path", None) for route in request.app.routes}
         return JSONResponse(
             {

@@ -39,8 +39,6 @@ def test_every_file_is_served_without_a_key_and_its_references_exist(slow: Serve
             assert found.headers["x-content-type-options"] == "nosniff"
         again = stranger.get("/", headers={"if-none-match": stranger.get("/").headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
-        facts = stranger.get("/page/facts").json()
-        assert facts == {"needs_key": True, "has_realtime": True, "has_chaos": False, "pipelines": ["studio"]}
         assert stranger.get("/page/../settings.py").status_code == 401
     index = files["/"][0].decode()
     assert set(re.findall(r'(?:src|href)="([^"]+)"', index)) <= files.keys()
@@ -48,6 +46,14 @@ def test_every_file_is_served_without_a_key_and_its_references_exist(slow: Serve
     for path in (path for path in files if path.startswith("/page/js/")):
         for name in re.findall(r'from "\./([^"]+)"', files[path][0].decode()):
             assert f"/page/js/{name}" in files, (path, name)
+
+
+def test_the_facts_need_the_key(slow: Server) -> None:
+    refused = httpx.get(f"{slow.url}/page/facts")
+    assert refused.status_code == 401
+    assert "studio" not in refused.text
+    facts = slow.http.get("/page/facts").json()
+    assert facts == {"needs_key": True, "has_realtime": True, "has_chaos": False, "pipelines": ["studio"]}
 
 
 @pytest.mark.parametrize(

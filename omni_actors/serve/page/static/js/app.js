@@ -125,12 +125,16 @@ function App({ facts }) {
     ${dialog === "call" ? html`<${SameCall} model=${state.pipeline} can=${can} needsKey=${facts.needs_key} onClose=${close} />` : null}`;
 }
 
-// Returns what the page must know of the server. While that fails, the page says why.
+// Returns what the page must know of the server. While that fails, the page says why, or asks for the key.
 async function loadFacts(place) {
   for (;;) {
     try {
       return await (await call("/page/facts")).json();
     } catch (error) {
+      if (error.status === 401) {
+        await new Promise((onKey) => render(html`<${KeyPrompt} onKey=${onKey} />`, place));
+        continue;
+      }
       const wait = retryMs(error);
       const next = wait === null ? "Reload the page to try again." : "The page tries again …";
       render(html`<p class="boot error" role="alert">The page cannot start: ${error.message}. ${next}</p>`, place);
