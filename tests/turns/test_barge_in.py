@@ -59,7 +59,12 @@ def test_long_speech_in_one_chunk_cuts_and_is_a_turn() -> None:
 @pytest.mark.voice
 @pytest.mark.parametrize(
     ("text", "decisions"),
-    [("Yeah.", [Decision.BACKCHANNEL]), ("No, that is not what I meant.", [Decision.CUT, Decision.TURN])],
+    [
+        ("Yeah.", [Decision.BACKCHANNEL]),
+        ("Mm-hm.", [Decision.BACKCHANNEL]),
+        ("No, that is not what I meant.", [Decision.CUT, Decision.TURN]),
+        ("Mm-hm, but what about tomorrow?", [Decision.CUT, Decision.TURN]),
+    ],
 )
 def test_a_spoken_backchannel_is_told_from_a_spoken_interruption(text: str, decisions: list[Decision]) -> None:
     sound = np.concatenate([np.zeros(RATE, np.float32), say(text), np.zeros(RATE, np.float32)])

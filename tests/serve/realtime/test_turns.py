@@ -172,17 +172,20 @@ def test_speech_cuts_nothing_if_it_may_not(talk: Session) -> None:
     assert done["status_details"]["reason"] == "client_cancelled"
 
 
-def test_an_answer_goes_on_through_a_backchannel(talk: Session) -> None:
+@pytest.mark.parametrize(
+    ("backchannel", "interruption"), [("Yeah.", SENTENCES[-1]), ("Mm-hm.", "Mm-hm, but what about tomorrow?")]
+)
+def test_an_answer_goes_on_through_a_backchannel(talk: Session, backchannel: str, interruption: str) -> None:
     settings = {"type": "server_vad", "ignore_backchannels": True}
     talk.send("session.update", session={"type": "realtime", "audio": {"input": {"turn_detection": settings}}})
     assert talk.websocket.recv(60)  # the client's types do not know this extension
     item_id = answer(talk)
-    talk.hear(silence(0.5) + pcm(say("Yeah.")) + silence(1))
-    talk.hear(pcm(say(SENTENCES[-1])))
+    talk.hear(silence(0.5) + pcm(say(backchannel)) + silence(1))
+    talk.hear(pcm(say(interruption)))
     events = talk.until("conversation.item.truncated")
     starts = [event for event in events if event["type"] == "input_audio_buffer.speech_started"]
     assert len(starts) == 1
-    backchannel_ms = 1500 + len(say("Yeah.")) / 16
+    backchannel_ms = 1500 + len(say(backchannel)) / 16
     assert starts[0]["audio_start_ms"] >= backchannel_ms - 400
     assert events[-1]["item_id"] == item_id
 
