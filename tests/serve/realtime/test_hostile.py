@@ -1,20 +1,22 @@
 """Hostile sessions: bad JSON, wrong order, floods, broken frames, half-open sockets, events that are too large.
 
 While a session's frames are intact, a bad event is answered with an error that names it. What ends a session is
-answered with a close code. Broken frames end the connection, at the latest when the client ends its side. Afterwards
-nothing of the sessions is left.
+answered with a close code. Broken frames end the connection, at the latest when the client ends its side. Beside them
+a session that does nothing wrong gets its answers. Afterwards nothing of the hostile sessions is left.
 """
 
 from __future__ import annotations
 
-import base64
+import functools
 import json
 import random
 import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -24,11 +26,19 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 from websockets.utils import accept_key
 
+from bench.turns import say
+from omni_actors.serve.media.base64_data import to_base64
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
-from tests.support.realtime import check_event, session
+from tests.support.realtime import Session, check_event, pcm, session, silence
+
+pytestmark = pytest.mark.voice
 
 MAX_EVENT_BYTES = 100_000
-SOUND = base64.b64encode(bytes(9600)).decode()
+SILENCE = {"type": "input_audio_buffer.append", "audio": to_base64(silence(1))}
+"""It ends a turn."""
+SEMANTIC = {"type": "semantic_vad", "eagerness": "high"}
+LONG = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "word " * 100}]}
+"""The answer to this lasts 30 s, so that speech that follows cuts it."""
 CODES = {1000, 1002, 1003, 1007, 1009}
 COSTLY = '{"a": [' + ",".join(["9e-324"] * 5000) + "]}"
 """Arguments of a call that would take long to decode."""
@@ -43,7 +53,8 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"type": "session.update", "session": {"audio": {"input": {"transcription": {"model": "x"}}}}},
     {"type": "session.update", "session": {"audio": {"input": {"transcription": {"language": "de"}}}}},
     {"type": "session.update", "session": {"audio": {"input": {"turn_detection": None}}}},
-    {"type": "input_audio_buffer.append", "audio": SOUND},
+    {"type": "session.update", "session": {"audio": {"input": {"turn_detection": {"type": "server_vad"}}}}},
+    {"type": "session.update", "session": {"audio": {"input": {"turn_detection": SEMANTIC}}}},
     {"type": "input_audio_buffer.commit"},
     {"type": "input_audio_buffer.clear"},
     {"type": "output_audio_buffer.clear"},
@@ -60,6 +71,14 @@ EVENTS: tuple[dict[str, Any], ...] = (
     *({"type": "response.create", "response": {"conversation": "none", "input": [each["item"]]}} for each in CALLS),
     {"type": "response.cancel"},
 )
+AT_A_TIME = 3
+SEEN = {"input_audio_buffer.speech_started", "input_audio_buffer.speech_stopped", "turn_detected"}
+"""What the sessions of a run must have reached: turns, and answers that speech cut."""
+MOST_GROWTH = 32_000_000
+"""The most bytes that the server's own memory may grow by in the second half of a run. What an allocator keeps was used
+at one time, by the few sessions that run at a time. The first half has left as much, so the second adds few megabytes,
+whatever the number of the sessions. What sessions leave adds up: 32 kB of each in the long run pass this bound.
+"""
 LAST = {"type": "conversation.item.retrieve", "event_id": "last", "item_id": "none"}
 """A bad event."""
 
@@ -71,6 +90,15 @@ def server(start: Start) -> Iterator[Server]:
         assert server.stderr == ""
 
 
+@functools.cache
+def speech() -> dict[str, Any]:
+    return {"type": "input_audio_buffer.append", "audio": to_base64(pcm(say("Stop, please.")))}
+
+
+def draw(rng: random.Random) -> dict[str, Any]:
+    return rng.choice((*EVENTS, speech(), SILENCE))
+
+
 def mutated(rng: random.Random, value: Any) -> Any:
     """An event with one value replaced by nonsense."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
@@ -80,20 +108,20 @@ def mutated(rng: random.Random, value: Any) -> Any:
 
 
 def good(rng: random.Random, websocket: ClientConnection) -> None:
-    websocket.send(json.dumps(rng.choice(EVENTS)))
+    websocket.send(json.dumps(draw(rng)))
 
 
 def odd(rng: random.Random, websocket: ClientConnection) -> None:
-    websocket.send(json.dumps(mutated(rng, rng.choice(EVENTS))))
+    websocket.send(json.dumps(mutated(rng, draw(rng))))
 
 
 def no_json(rng: random.Random, websocket: ClientConnection) -> None:
-    text = json.dumps(rng.choice(EVENTS))
+    text = json.dumps(draw(rng))
     websocket.send(rng.choice([text[: rng.randrange(len(text))], text + "}", "[" * 1000, "", "\x00", "nul"]))
 
 
 def flood(rng: random.Random, websocket: ClientConnection) -> None:
-    text = json.dumps(rng.choice(EVENTS))
+    text = json.dumps(draw(rng))
     for _ in range(50):
         websocket.send(text)
 
@@ -107,7 +135,7 @@ def too_large(rng: random.Random, websocket: ClientConnection) -> None:
 
 
 def fragments(rng: random.Random, websocket: ClientConnection) -> None:
-    text = json.dumps(rng.choice(EVENTS))
+    text = json.dumps(draw(rng))
     websocket.send(text[at : at + 7] for at in range(0, len(text), 7))
 
 
@@ -120,6 +148,12 @@ def declared(rng: random.Random, websocket: ClientConnection) -> None:
     websocket.socket.sendall(b"\x81\xff" + (30_000_000).to_bytes(8, "big") + bytes(4) + b"x" * rng.randrange(1000))
 
 
+def barge_in(rng: random.Random, websocket: ClientConnection) -> None:
+    """Speak while an answer begins."""
+    for event in ({"type": "conversation.item.create", "item": LONG}, {"type": "response.create"}, speech(), SILENCE):
+        websocket.send(json.dumps(event))
+
+
 def half_open(rng: random.Random, websocket: ClientConnection) -> None:
     websocket.socket.shutdown(socket.SHUT_WR)
 
@@ -130,7 +164,7 @@ def reset(rng: random.Random, websocket: ClientConnection) -> None:
 
 Action = Callable[[random.Random, ClientConnection], None]
 ACTIONS: tuple[Action, ...] = (
-    *(good, good, good, good, odd, odd, odd, no_json, flood, fragments),
+    *(good, good, good, good, odd, odd, odd, no_json, flood, fragments, barge_in),
     *(binary, too_large, garbage, declared, half_open, reset),
 )
 ENDS: dict[Action, set[int | None]] = {
@@ -141,8 +175,8 @@ ENDS: dict[Action, set[int | None]] = {
 """The close codes with which an action may end the session. None: the connection ends without one."""
 
 
-def attack(port: int, seed: int, *, leaves_early: bool = False, within_s: float = WATCHDOG_S) -> None:
-    """One hostile session. It ends with or without a close frame.
+def attack(port: int, seed: int, *, leaves_early: bool = False, within_s: float = WATCHDOG_S) -> Counter[str]:
+    """One hostile session. It ends with or without a close frame. Return how often it saw each event.
 
     Args:
         port: of the server.
@@ -151,6 +185,7 @@ def attack(port: int, seed: int, *, leaves_early: bool = False, within_s: float 
         within_s: how long it waits for one.
     """
     rng = random.Random(seed)
+    seen: Counter[str] = Counter()
     url = f"ws://127.0.0.1:{port}/v1/realtime"
     # A client that broke off in the middle of a frame gets no answer to its close frame, or to a ping.
     options: Any = {"compression": None, "max_size": None, "open_timeout": WATCHDOG_S, "ping_interval": None}
@@ -162,15 +197,19 @@ def attack(port: int, seed: int, *, leaves_early: bool = False, within_s: float 
                 done.append(rng.choice(ACTIONS))
                 done[-1](rng, websocket)
         if not leaves_early:
-            check_answer(websocket, done, within_s)
+            check_answer(websocket, done, within_s, seen)
         if rng.random() < 0.5:
             with suppress(OSError):
                 websocket.socket.shutdown(socket.SHUT_RDWR)
     assert websocket.protocol.close_rcvd is None or websocket.protocol.close_rcvd.code in CODES
+    return seen
 
 
-def check_answer(websocket: ClientConnection, done: list[Action], within_s: float) -> None:
-    """Fail unless the session ends as these actions have it or, if none of them ends it, a bad event is answered."""
+def check_answer(websocket: ClientConnection, done: list[Action], within_s: float, seen: Counter[str]) -> None:
+    """Fail unless the session ends as these actions have it or, if none of them ends it, a bad event is answered.
+
+    seen: gets the names of the events, and why responses were cancelled.
+    """
     give_up = time.monotonic() + within_s
     ends = set[int | None]().union(*(ENDS.get(action, ()) for action in done))
     if None in ends:
@@ -183,6 +222,9 @@ def check_answer(websocket: ClientConnection, done: list[Action], within_s: floa
         while not is_answered:
             event = json.loads(websocket.recv(give_up - time.monotonic()))
             check_event(event)
+            seen[event["type"]] += 1
+            if event["type"] == "response.done" and event["response"]["status"] == "cancelled":
+                seen[event["response"]["status_details"]["reason"]] += 1
             is_answered = event["type"] == "error" and event["error"]["event_id"] == LAST["event_id"]
     except TimeoutError as error:
         raise AssertionError(f"no answer in {within_s:g} s") from error
@@ -192,19 +234,49 @@ def check_answer(websocket: ClientConnection, done: list[Action], within_s: floa
 
 
 def run(server: Server, seeds: range) -> None:
+    """Run a hostile session for each seed. What the server holds after the first half must not grow in the second."""
     process = psutil.Process(server.process.pid)
-    attack(server.port, 10**6)
+    half = len(seeds) // 2
+    seen = attack_all(server, seeds[:half])
     settled(server)
     descriptors, workers = process.num_fds(), [child.pid for child in process.children()]
-    for seed in seeds:
-        try:
-            attack(server.port, seed, leaves_early=seed % 5 == 0)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}") from error
+    memory = process.memory_full_info().uss
+    seen += attack_all(server, seeds[half:])
     settled(server)
     until(lambda: process.num_fds() <= descriptors, f"{descriptors} descriptors")
     assert [child.pid for child in process.children()] == workers
+    assert process.memory_full_info().uss - memory < MOST_GROWTH
     assert server.http.get("/health").json()["status"] == "ready"
+    assert seen.keys() >= SEEN
+
+
+def attack_all(server: Server, seeds: range) -> Counter[str]:
+    """Run hostile sessions, ``AT_A_TIME``, beside one that must get its answers. Return how often each event came."""
+    with session(server) as talk, ThreadPoolExecutor(AT_A_TIME) as pool:
+        talk.send("session.update", session={"type": "realtime", "output_modalities": ["text"]})
+        talk.until("session.updated")
+        attacks = {seed: pool.submit(attack, server.port, seed, leaves_early=seed % 5 == 0) for seed in seeds}
+        while not all(each.done() for each in attacks.values()):
+            check_conversation(talk)
+    seen: Counter[str] = Counter()
+    for seed, each in attacks.items():
+        try:
+            seen += each.result()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+    return seen
+
+
+def check_conversation(talk: Session) -> None:
+    """Fail unless a written question and a spoken one are answered."""
+    talk.ask("still there")
+    written = talk.respond()[-1]["response"]
+    for event in (speech(), SILENCE):
+        talk.websocket.send(json.dumps(event))
+    spoken = talk.until("response.done")[-1]["response"]
+    for response, words in ((written, "still there"), (spoken, "24000 Hz")):
+        assert response["status"] == "completed"
+        assert words in response["output"][0]["content"][0]["text"]
 
 
 def settled(server: Server) -> None:
