@@ -15,11 +15,12 @@ import pytest
 import soundfile
 import soxr
 
+from bench.turns import SENTENCES, converse, say
 from omni_actors.serve.media.audio import pcm16
 from omni_actors.serve.realtime.config import PCM
 from omni_actors.serve.realtime.sound import decode
-from tests.support.http_server import Api, Start
-from tests.support.realtime import check_event, parts, session
+from tests.support.http_server import Api, Server, Start
+from tests.support.realtime import check_event, parts, pcm, session
 
 pytestmark = [
     pytest.mark.voice,
@@ -29,6 +30,7 @@ pytestmark = [
 ]
 
 QUESTION = "What is the capital of France?"
+TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +174,10 @@ def _wav(pcm: bytes) -> bytes:
 
 
 @pytest.mark.timeout(400)  # the pipeline and the stage load in it
-@pytest.mark.parametrize("stage", ["llm", "vocoder"])
+@pytest.mark.parametrize("stage", ["llm", "acoustic", "vocoder"])
 def test_a_stage_that_is_killed_while_it_speaks_does_not_end_the_answer(start: Start, stage: str) -> None:
     text = "Tell me a short story about the sea."
-    with start(config="voice") as server, session(server) as talk:
+    with start("-s", "stages.llm.threads=1", config="voice") as server, session(server) as talk:
         answers = []
         for is_killed in (False, True):
             item = talk.ask(text)
@@ -190,4 +192,38 @@ def test_a_stage_that_is_killed_while_it_speaks_does_not_end_the_answer(start: S
             talk.send("conversation.item.delete", item_id=item["id"])
             talk.receive()
         assert answers[0] == answers[1]
-        assert server.http.get("/health").json()["stages"][stage][0]["restarts"] == 1
+        check_death(server, stage)
+
+
+def check_death(server: Server, stage: str) -> None:
+    """Fail unless a stage died once, with work for a request that was then repeated."""
+    assert server.replica(stage)["restarts"] == 1
+    server.wait_metric("omni_request_replays_total", 1)
+
+
+@pytest.mark.timeout(400)  # the pipeline and the stage load in it
+def test_a_turn_is_answered_if_whisper_is_killed_while_it_transcribes(start: Start) -> None:
+    """Whisper hears windows of 30 s. The words of the first one arrive while it hears the others."""
+    question = pcm(converse([say(sentence) for sentence in (*SENTENCES, QUESTION)], None).sound)
+    with start("-s", "stages.llm.threads=1", config="voice") as server, session(server) as talk:
+        audio = {"input": {"turn_detection": None, "transcription": {"model": "whisper-1"}}}
+        talk.send("session.update", session={"type": "realtime", "audio": audio})
+        answers = []
+        for is_killed in (False, True):
+            talk.hear(question)
+            talk.send("input_audio_buffer.commit")
+            events = talk.until(f"{TRANSCRIPTION}.delta")
+            if is_killed:
+                os.kill(server.pid_of("whisper"), signal.SIGKILL)
+            events += talk.until(f"{TRANSCRIPTION}.completed")
+            words = "".join(event["delta"] for event in events if event["type"] == f"{TRANSCRIPTION}.delta").strip()
+            assert words == events[-1]["transcript"]
+            done = talk.respond(max_output_tokens=40, output_modalities=["text"])[-1]["response"]
+            answers.append((words, done["status"], done["output"][0]["content"]))
+            talk.send("conversation.item.delete", item_id=events[-1]["item_id"])
+            talk.until("conversation.item.deleted")
+            talk.send("conversation.item.delete", item_id=done["output"][0]["id"])
+            talk.until("conversation.item.deleted")
+        assert answers[0] == answers[1]
+        assert QUESTION in answers[0][0]
+        check_death(server, "whisper")
