@@ -217,7 +217,7 @@ class _Agent:
         except MailboxFull as error:
             self._connection.post(control.Unusable(order.worker, str(error)))
         except OSError as error:
-            self._connection.post(control.Unusable(order.worker, f"no memory for its rings: {error}"))
+            self._connection.post(control.Unusable(order.worker, f"its rings cannot be made: {error}"))
 
     async def _run_worker(self, order: control.Spawn, task_status: trio.TaskStatus[None]) -> None:
         """Run a worker until nothing of it is left, and report what becomes of it."""

@@ -23,18 +23,17 @@ class AgentRings:
         self._missing: dict[int, str] = {}
 
     def make(self, order: MakeRing) -> None:
-        """Make a ring, and begin its link."""
+        """Make a ring, and begin its link. Raises PumpStopped."""
         number = order.generation
         try:
-            ring = Ring.create(order.capacity, generation=number)
-        except OSError as error:
-            self._missing[number] = str(error)
-            return
-        self._rings[number] = ring
-        if order.link == "in":
-            self._pump.receive(number, ring.claim_producer())
-        elif order.link is not None:
-            self._pump.send(number, ring.claim_consumer(), order.link)
+            ring = self._rings[number] = Ring.create(order.capacity, generation=number)
+            if order.link == "in":
+                self._pump.receive(number, ring.claim_producer())
+            elif order.link is not None:
+                self._pump.send(number, ring.claim_consumer(), order.link)
+        except (OSError, MemoryError) as error:
+            self.close(CloseRing(number, None))
+            self._missing[number] = str(error) or "out of memory"
 
     def fds(self, generation: int) -> Sequence[int]:
         """Return the descriptors of a ring for ``Connect``. Raises OSError (there was no memory for it)."""

@@ -7,7 +7,8 @@ remembers whether its socket is ready, so that a link in use costs no change of 
 Rule 3: what one connection does ends at most that connection.
 Rule 4: a loss is reported once, by ``on_lost``, in the pump's thread. The link's end of the ring stays open until
 ``close``.
-Rule 5: if the thread itself fails, every link is reported as lost, and every later call raises PumpStopped.
+Rule 5: an order that lacks memory or descriptors fails alone: it raises that where it was called, and the caller then
+closes the link. If the thread itself fails, every link is reported as lost, and every later call raises PumpStopped.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class Pump:
         """Connect to another node's pump, and carry the records out of a ring to the end that it has for ``link_id``.
 
         Returns at once; a connection that cannot be made within ``silent_s`` is reported as a loss. The pump uses
-        ``consumer`` until ``close``. Raises ValueError (a link of this id exists, or no IP address), PumpStopped.
+        ``consumer`` until ``close``. Raises ValueError (a link of this id exists, or no IP address), PumpStopped,
+        OSError and MemoryError (rule 5).
         """
         self._call(lambda: self._begin_send(self._sending(link_id, consumer, address)))
 
@@ -113,7 +115,8 @@ class Pump:
         """Accept one connection for ``link_id``, and put its records into a ring.
 
         The connection may come first: then it waits for this call for ``handshake_s``, and comes again. The pump uses
-        ``producer`` until ``close``. Raises ValueError (a link of this id exists), PumpStopped.
+        ``producer`` until ``close``. Raises ValueError (a link of this id exists), PumpStopped, OSError and MemoryError
+        (rule 5).
         """
         self._call(lambda: self._begin_receive(self._receiving(link_id, producer)))
 
@@ -129,6 +132,11 @@ class Pump:
     def statistics(self) -> dict[int, LinkStatistics]:
         """Return what each link has moved. Raises PumpStopped."""
         return self._call(lambda: {link.link_id: link.statistics() for link in self._links.values()})
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its thread has failed (rule 5). Not after ``stop``."""
+        return self._cause is not None
 
     def stop(self) -> None:
         """Close all links and the listener, and end the thread. Idempotent."""
@@ -146,7 +154,7 @@ class Pump:
         def run() -> None:
             try:
                 future.set_result(function())
-            except (ValueError, OSError, RingError) as error:
+            except (ValueError, OSError, MemoryError, RingError) as error:
                 future.set_exception(error)
 
         with self._calls_lock:

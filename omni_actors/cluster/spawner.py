@@ -6,7 +6,8 @@ Rules
 2. Where a worker runs is decided elsewhere (``Places``).
 3. A link breaks when the node or the worker at one end is lost. Its ring is then closed as that of any dead worker. If
    a link breaks and its ring is not closed within ``LINK_S``, the worker at its receiving end is killed; if that end is
-   on the parent's node, the worker at the sending end. Restarts and replays do the rest.
+   on the parent's node, the worker at the sending end. Restarts and replays do the rest. A pump of the parent that has
+   failed gets a successor with the next ring; an agent whose pump has failed ends then.
 4. A connection that is not authenticated has ``HANDSHAKE_S`` seconds, and there are few of them (``strangers``).
 5. Agents outlast the workers: a cancellation from outside reaches the tasks here when the block of ``open_cluster`` has
    ended. What they do is protected from KeyboardInterrupt, which is raised in the user's task. Trio's own
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 import trio
@@ -34,7 +36,7 @@ from omni_actors.cluster.control import FROM_AGENT, MakeRing, Refused
 from omni_actors.cluster.handshake import ROLE_OF_AGENTS, Acceptor, HandshakeFailed
 from omni_actors.cluster.interfaces import AgentStarter, Places
 from omni_actors.cluster.placement import PARENT, Node, Place
-from omni_actors.cluster.pump import Pump
+from omni_actors.cluster.pump import Pump, PumpStopped
 from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.cluster.remote_checkpoints import WithoutProxies
 from omni_actors.cluster.remote_worker import RemoteWorker
@@ -100,6 +102,7 @@ class ClusterSpawner:
         self._links: dict[int, _Link] = {}
         """By the ring's generation."""
         self._opened = time.time()
+        self._make_pump: partial[Pump]
         self._pump: Pump
         self._nursery: trio.Nursery | None = None
 
@@ -190,26 +193,45 @@ class ClusterSpawner:
                 agents={"producer": sender, "consumer": sender},
                 on_close=lambda: None,
             )
+        if self._pump.has_failed:  # its links are reported as lost
+            self._pump = self._make_pump()
         here = None if sender is not None and receiver is not None else Ring.create(capacity, generation=generation)
         agents: dict[End, RemoteAgent] = {}
+        if sender is not None:
+            agents["producer"] = sender
         if receiver is not None:
             agents["consumer"] = receiver
+        ring = ClusterRing(
+            generation, capacity, here=here, agents=agents, on_close=lambda: self._close_link(generation)
+        )
+        self._links[generation] = _Link(producer, consumer, ring)
+        try:
+            self._begin_link(generation, capacity, here, sender, receiver)
+        except (OSError, MemoryError, PumpStopped) as error:
+            ring.close()
+            raise OSError(str(error) or "out of memory") from error
+        return ring
+
+    def _begin_link(
+        self,
+        generation: int,
+        capacity: int,
+        here: Ring | None,
+        sender: RemoteAgent | None,
+        receiver: RemoteAgent | None,
+    ) -> None:
+        """Have the parts of a ring made and joined. here: that of the parent's node. Raises what the pump raises."""
+        if receiver is not None:
             receiver.post(MakeRing(generation, capacity, "in"))
         else:
             assert here is not None
             self._pump.receive(generation, here.claim_producer())
         links = self._pump.address if receiver is None else receiver.links
         if sender is not None:
-            agents["producer"] = sender
             sender.post(MakeRing(generation, capacity, links))
         else:
             assert here is not None
             self._pump.send(generation, here.claim_consumer(), links)
-        ring = ClusterRing(
-            generation, capacity, here=here, agents=agents, on_close=lambda: self._close_link(generation)
-        )
-        self._links[generation] = _Link(producer, consumer, ring)
-        return ring
 
     def _close_link(self, generation: int) -> None:
         del self._links[generation]
@@ -246,11 +268,12 @@ class ClusterSpawner:
         def on_link_lost(generation: int, why: str) -> None:
             token.run_sync_soon(self._on_link_lost, generation, why)
 
+        self._make_pump = partial(Pump, self._secret, self._host, on_link_lost, self._tls)
         listeners: list[trio.SocketListener] = []
         try:
             listeners = await trio.open_tcp_listeners(0, host=self._host, backlog=BACKLOG)
             transfers = Transfers() if self._transport == "nixl" else None
-            self._pump = Pump(self._secret, self._host, on_link_lost, self._tls, transfers=transfers)
+            self._pump = self._make_pump(transfers=transfers)
         except (OSError, ValueError, NixlUnavailable) as error:
             for listener in listeners:
                 listener.socket.close()

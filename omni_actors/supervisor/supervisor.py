@@ -298,7 +298,7 @@ class Supervisor:
         try:
             output = self._edges.connect_worker(replica.spec, replica.post, replica.kill)
         except OSError as error:
-            replica.incarnation.load_error = f"no memory for its rings: {error}"
+            replica.incarnation.load_error = f"its rings cannot be made: {error}"
             worker.kill()
             self._deaths.report(replica, await worker.wait_dead())
             return
