@@ -4,7 +4,8 @@ Rules
 1. The agent notes its own time when it asks for a renewal. The grant extends the lease to that time plus ``lease_s``,
    however long the question and the grant were on their way.
 2. The parent notes its own time when it grants. That is never earlier than the question. So ``lease_s`` after it the
-   lease has ended, for clocks that run equally fast. ``DRIFT`` allows for clocks that do not.
+   lease has ended, for clocks that run equally fast. ``DRIFT`` allows for clocks that do not, and ``KILL_S`` for the
+   time that the kernel takes to end the workers, however short the lease is.
 3. Once the parent has given a node up, it grants nothing more. Then it waits until ``safe_at``: no worker of the node
    runs any more, and their successors may start.
 4. No I/O here, and no clock: time is an argument, in seconds. Each side uses a clock that goes on while its machine is
@@ -22,7 +23,14 @@ from typing import Final
 RENEWALS: Final = 4
 """How often an agent asks for a renewal during one lease."""
 DRIFT: Final = 1.1
-"""How much longer than the lease the parent waits."""
+"""How many times as long as the lease the parent waits."""
+KILL_S: Final = 1.0
+"""How much longer than the lease it waits at least: a dying process of a busy machine may wait for a CPU."""
+
+
+def fenced_after_s(lease_s: float) -> float:
+    """Return how long after the last grant no worker of the node runs any more."""
+    return lease_s + max(KILL_S, (DRIFT - 1) * lease_s)
 
 
 class HeldLease:
@@ -75,4 +83,4 @@ class GrantedLease:
     @property
     def safe_at(self) -> float:
         """From when on no worker of the node runs, if nothing is granted any more."""
-        return self._granted_at + DRIFT * self.lease_s
+        return self._granted_at + fenced_after_s(self.lease_s)

@@ -120,7 +120,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     lease_s: Annotated[float, Meta(ge=1, le=3600)] = 10.0
     """Seconds for which the workers of a node may run without hearing of the parent. An interruption of the network of
     up to about half of it only delays. After a longer one they end, and start again where there is room, about 1.1
-    times as many seconds after the last sign of the parent."""
+    times as many seconds, and at least 1 s more, after the last sign of the parent."""
     tls: bool = False
     """Encrypt everything between nodes, with TLS and a certificate that is made at each start. Needed where others can
     listen on the network between the nodes, or change what it carries."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.cluster.lease import DRIFT, GrantedLease, HeldLease
+from omni_actors.cluster.lease import DRIFT, KILL_S, GrantedLease, HeldLease
 
 DELAYS = st.lists(st.tuples(st.floats(0, 30), st.floats(0, 30)), min_size=1, max_size=20)
 
@@ -33,6 +33,11 @@ def test_a_node_that_asks_for_nothing_is_silent_and_gets_no_more_grants() -> Non
     assert lease.is_silent(19.0)
     assert not lease.grant(19.0)
     assert lease.safe_at == pytest.approx(9.0 + 10.0 * DRIFT)
+
+
+def test_the_kernel_has_time_to_end_the_workers_however_short_the_lease_is() -> None:
+    assert GrantedLease(1.0, now=9.0).safe_at == 9.0 + 1.0 + KILL_S
+    assert GrantedLease(20.0, now=9.0).safe_at == pytest.approx(9.0 + 20.0 * DRIFT)
 
 
 def test_nothing_is_granted_once_the_node_was_given_up() -> None:

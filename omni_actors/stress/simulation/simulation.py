@@ -24,7 +24,7 @@ import trio
 import trio.testing
 from trio._core import _run as trio_run
 
-from omni_actors.cluster.lease import DRIFT as DRIFT_OF_LEASES
+from omni_actors.cluster.lease import fenced_after_s
 from omni_actors.orchestrator.trials import died_by_itself
 from omni_actors.protocol.messages import Address, Start
 from omni_actors.stress import judge
@@ -47,7 +47,7 @@ from omni_actors.system import OmniSystem
 
 MAX_STEPS, MAX_S = 100_000, 10 * PATIENCE_S
 """A schedule that takes more steps of tasks, or more virtual time, hangs."""
-FENCED_S = DRIFT_OF_LEASES * LEASE_S
+FENCED_S = fenced_after_s(LEASE_S)
 """The workers of a stage on a node that does not answer are over after so long."""
 MAX_IDLE_WAITS = 1000
 """So does one that waits for I/O this often while no task takes a step."""
