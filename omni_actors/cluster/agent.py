@@ -12,7 +12,8 @@ Rules
    decides nothing: restarts are the parent's.
 5. Checkpoints in memory do not leave the node: their descriptors stay here, by number, until the parent needs them no
    more (``remote_checkpoints``). A worker that is started on another node goes on from the journal, or starts over.
-6. Devices of workers are places among those that the agent sees: on Ray, the ones that Ray has given it.
+6. NIXL is started before the agent joins: its start takes seconds, and from the acceptance on the lease runs.
+7. Devices of workers are places among those that the agent sees: on Ray, the ones that Ray has given it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Final
@@ -88,26 +89,29 @@ async def run_agent(settings: AgentSettings) -> None:
     Cancelling it kills its workers. Raises AgentFailed, OSError (no descriptors).
     """
     sys.path += [each for each in settings.import_path if each not in sys.path]  # workers get what is in it
-    timer = KillTimer()
-    timer.kill_at(now() + JOIN_S + settings.lease_s)
-    try:
+    with ExitStack() as stack:
+        transfers, fault = None, None
+        if settings.transport == "nixl":
+            try:
+                transfers = stack.enter_context(closing(Transfers()))
+            except NixlUnavailable as error:
+                fault = str(error)
+        timer = stack.enter_context(closing(KillTimer()))
+        timer.kill_at(now() + JOIN_S + settings.lease_s)
         tls = None if settings.tls is None else settings.tls.contexts()
         connection, own_host = await join(
             settings.parent, settings.secret, settings.number, local_host=settings.host, tls=tls
         )
         try:
-            await _Agent(settings, connection, timer, tls).run(settings.host or own_host)
+            host = settings.host or own_host
+            await _Agent(settings, connection, timer).run(host, tls, transfers, fault)
         finally:
             await connection.close()
-    finally:
-        timer.close()
 
 
 class _Agent:
-    def __init__(
-        self, settings: AgentSettings, connection: Connection[control.ToAgent], timer: KillTimer, tls: Tls | None
-    ) -> None:
-        self._settings, self._connection, self._timer, self._tls = settings, connection, timer, tls
+    def __init__(self, settings: AgentSettings, connection: Connection[control.ToAgent], timer: KillTimer) -> None:
+        self._settings, self._connection, self._timer = settings, connection, timer
         self._lease = HeldLease(settings.lease_s)
         self._spawner = LocalSpawner()
         self._workers: dict[int, Worker] = {}
@@ -117,20 +121,15 @@ class _Agent:
         self._rings: AgentRings
         self._ended = trio.CancelScope()
 
-    async def run(self, host: str) -> None:
+    async def run(self, host: str, tls: Tls | None, transfers: Transfers | None, fault: str | None) -> None:
+        """Serve the parent until the connection ends. fault: why this agent cannot be used."""
         token = trio.lowlevel.current_trio_token()
 
         def on_lost(generation: int, why: str) -> None:
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(self._connection.post, control.LinkLost(generation, why))
 
-        transfers, fault = None, None
-        if self._settings.transport == "nixl":
-            try:
-                transfers = Transfers()
-            except NixlUnavailable as error:
-                fault = str(error)
-        pump = Pump(self._settings.secret, host, on_lost, self._tls, transfers=transfers)
+        pump = Pump(self._settings.secret, host, on_lost, tls, transfers=transfers)
         self._rings = AgentRings(pump)
         log = _Log(self._connection)
         try:
@@ -263,7 +262,7 @@ class _Agent:
 
 
 def _with_own_devices(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Return a worker's variables with devices of this process: the parent names places among them (rule 6).
+    """Return a worker's variables with devices of this process: the parent names places among them (rule 7).
 
     Raises NoSuchDevice.
     """

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors import OmniSystem
+from omni_actors.cluster import spawner
 from omni_actors.cluster.spawner import open_cluster
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.cluster.transfers import PACKAGE, Extents, NixlUnavailable, Transfers
@@ -25,6 +26,7 @@ stages:
   ear: {engine: echo, accepts: [audio], emits: audio}
 cluster: {transport: nixl}
 """
+LEASE_S = 2.0
 EXTRA = r"pip install 'omni-actors\[nixl\]'"
 
 
@@ -69,6 +71,19 @@ async def test_an_agent_without_nixl_says_why(tmp_path: Path) -> None:
     agents = SubprocessAgents({"a": ["env", f"PYTHONPATH={tmp_path}:{Path(__file__).parents[2]}"]})
     with pytest.raises(ClusterUnavailable, match=r"'a' cannot be used: NIXL .*: ImportError: libcudart\.so is"):
         async with open_cluster(named("a"), agents, FixedPlaces({}), transport="nixl"):
+            raise AssertionError("it was opened")
+
+
+async def test_an_agent_whose_nixl_starts_late_keeps_its_lease_and_says_what_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package takes longer than a lease until it fails. The parent needs none here."""
+    monkeypatch.setattr(spawner, "Transfers", lambda: None)
+    late = f"import time; time.sleep({2 * LEASE_S}); raise ImportError('libcudart.so is missing')"
+    (tmp_path / f"{PACKAGE}.py").write_text(late)
+    agents = SubprocessAgents({"a": ["env", f"PYTHONPATH={tmp_path}:{Path(__file__).parents[2]}"]})
+    with pytest.raises(ClusterUnavailable, match=r"'a' cannot be used: NIXL .*: ImportError: libcudart\.so is"):
+        async with open_cluster(named("a"), agents, FixedPlaces({}), transport="nixl", lease_s=LEASE_S):
             raise AssertionError("it was opened")
 
 
