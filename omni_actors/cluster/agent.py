@@ -24,6 +24,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -53,7 +54,7 @@ from ringbuf import RingStatistics
 REPORT_S: Final = 0.5
 """How often the counters of rings are reported while they change."""
 LOG_LINES: Final = 1000
-"""Lines of the workers' stderr are dropped while so many messages wait to be sent."""
+"""Lines of the workers' stderr are dropped, and counted, from when so many messages wait to be sent until half do."""
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +144,7 @@ class _Agent:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write)
                     nursery.start_soon(self._renew)
-                    nursery.start_soon(self._report)
+                    nursery.start_soon(self._report, log)
                     await self._obey(nursery)
         finally:
             log.close()
@@ -162,13 +163,14 @@ class _Agent:
             self._connection.post(control.Renew(now()))
             await trio.sleep(self._lease.lease_s / RENEWALS)
 
-    async def _report(self) -> None:
-        """Report the counters of the rings when they have changed, until cancelled."""
+    async def _report(self, log: _Log) -> None:
+        """Report the counters of the rings when they have changed, and lines that were dropped, until cancelled."""
         reported: dict[int, RingStatistics] = {}
         while True:
             if (counters := self._rings.statistics()) != reported:
                 self._connection.post(control.Statistics(counters))
                 reported = counters
+            log.tell_dropped()
             await trio.sleep(REPORT_S)
 
     async def _obey(self, nursery: trio.Nursery) -> None:
@@ -282,14 +284,29 @@ class _Log(logging.Handler):
     def __init__(self, connection: Connection[control.ToAgent]) -> None:
         super().__init__()
         self._connection, self._logger = connection, logging.getLogger("omni_actors.worker")
+        self._dropped: Counter[str] = Counter()
+        """How many lines, by logger, since the parent was told last."""
         self._before = self._logger.level, self._logger.propagate
         self._logger.addHandler(self)
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._connection.posted - self._connection.sent < LOG_LINES:
+        self.tell_dropped()
+        if self._dropped or self._waiting() >= LOG_LINES:
+            self._dropped[record.name] += 1
+        else:
             self._connection.post(control.LogLine(record.name, record.getMessage()))
+
+    def tell_dropped(self) -> None:
+        """Tell the parent how many lines of each worker were dropped, once there is room again."""
+        if self._dropped and self._waiting() <= LOG_LINES // 2:
+            for logger, count in self._dropped.items():
+                self._connection.post(control.LogLine(logger, f"[lines dropped here, too many at once: {count}]"))
+            self._dropped.clear()
+
+    def _waiting(self) -> int:
+        return self._connection.posted - self._connection.sent
 
     def close(self) -> None:
         self._logger.removeHandler(self)
