@@ -134,11 +134,8 @@ class _Agent:
         self._rings = AgentRings(pump)
         log = _Log(self._connection)
         try:
-            cpus = len(os.sched_getaffinity(0))
             self._connection.post(
-                control.Hello(
-                    version=version(control.PACKAGE), pid=os.getpid(), links=pump.address, cpus=cpus, fault=fault
-                )
+                control.Hello(version=version(control.PACKAGE), pid=os.getpid(), links=pump.address, fault=fault)
             )
             with self._ended:
                 async with trio.open_nursery() as nursery:

@@ -50,7 +50,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Hello(_Message, frozen=True, omit_defaults=True):
-    """The agent's first message: it runs. links: host and port at which it accepts links. cpus: how many it may use.
+    """The agent's first message: it runs. links: host and port at which it accepts links.
 
     version: of the package omni-actors there, which must be the parent's. fault: why the agent cannot be used.
     """
@@ -58,7 +58,6 @@ class Hello(_Message, frozen=True, omit_defaults=True):
     version: str
     pid: int
     links: tuple[str, int]
-    cpus: int
     fault: str | None = None
 
 

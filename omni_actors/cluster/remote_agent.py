@@ -61,7 +61,7 @@ class RemoteAgent:
         self.node, self.number = node, number
         self.links = ("", 0)
         """Host and port where the agent accepts links, once it is ``up``."""
-        self.cpus, self.pid = 0, 0
+        self.pid = 0
         self.lost: str | None = None
         """Why it was given up."""
         self._earlier_loss, self._since = earlier_loss, time.time()
@@ -262,7 +262,7 @@ class RemoteAgent:
             case control.Hello(fault=str(fault)):
                 self.give_up(fault)
             case control.Hello():
-                self.pid, self.links, self.cpus = message.pid, message.links, message.cpus
+                self.pid, self.links = message.pid, message.links
             case control.LogLine():
                 pass
             case _:

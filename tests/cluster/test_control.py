@@ -13,8 +13,8 @@ from omni_actors.protocol.messages import Address
 
 KEY = secrets.token_bytes(32)
 SENT: list[control.FromAgent] = [
-    control.Hello("1.2", 7, ("127.0.0.1", 9), 2),
-    control.Hello(version="1.2", pid=7, links=("127.0.0.1", 9), cpus=2, fault="no NIXL"),
+    control.Hello("1.2", 7, ("127.0.0.1", 9)),
+    control.Hello(version="1.2", pid=7, links=("127.0.0.1", 9), fault="no NIXL"),
     control.FromWorker(1, b"packet"),
     control.Ending(1, WorkerExit(8, "SIGKILL", None, ("last line",))),
     control.Statistics({3: (4096, 1, 2, 3)}),
