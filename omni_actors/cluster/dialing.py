@@ -5,7 +5,8 @@ link's deadline: that side may be starting, may have pushed this connection out 
 yet. Nothing was sent on the link so far, so nothing is lost. Pauses grow, and are random.
 Rule 2: a side that does not know the secret ends the attempts at once.
 Rule 3: once both sides are authenticated, the other side ends an attempt for which it does not open the link in time
-(``accepting``, rule 2). So this side does not give it up while the link is being opened there.
+(``accepting``, rule 2). So this side does not give it up while the link is being opened there. If the news of that end
+is lost on the way, this side's kernel asks for it (``channel``, rule 4).
 """
 
 from __future__ import annotations

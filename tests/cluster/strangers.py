@@ -85,13 +85,18 @@ def accept_and_shake_hands(listener: socket.socket) -> socket.socket:
     return connection
 
 
+def wait_early(pump: Pump, link_id: int, *, is_there: bool = True) -> None:
+    """Wait until a pump has accepted the connection of a link that it does not expect, or has none."""
+    give_up = time.monotonic() + WATCHDOG_S
+    while (link_id in pump._accepting._early) is not is_there:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
 def wait_forgotten(pump: Pump, link_id: int) -> None:
     """Wait until a pump has accepted the connection of a link that it does not expect, and has dropped it."""
-    give_up = time.monotonic() + WATCHDOG_S
-    for is_there in (True, False):
-        while (link_id in pump._accepting._early) is not is_there:
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+    wait_early(pump, link_id)
+    wait_early(pump, link_id, is_there=False)
 
 
 def wait_closed(connection: socket.socket) -> None:

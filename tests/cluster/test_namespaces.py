@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import math
 import select
 import socket
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,6 +18,7 @@ from omni_actors.cluster.link import ALIVE, HEADER
 from omni_actors.cluster.pump import Pump
 from ringbuf import Ring
 from tests.cluster.linked_rings import SECRET, WATCHDOG_S, LinkedRings, Losses
+from tests.cluster.strangers import wait_early
 from tests.support.network import Namespace, namespaces, two_namespaces
 from tests.support.slow_lines import slow_lines
 
@@ -139,6 +143,36 @@ def test_a_partition_while_a_link_opens_only_delays(nodes: tuple[Namespace, Name
                 assert record == b"first"
                 assert not losses.all()
                 near.close(7)
+
+
+def wait_acknowledged(pump: Pump) -> None:
+    """Wait until the other side has all that a pump has sent on its one connection that has no link yet."""
+    [dial] = pump._dialing._dials.values()
+    assert dial.opening is not None
+    give_up = time.monotonic() + WATCHDOG_S
+    while any(fcntl.ioctl(dial.opening.fileno(), termios.TIOCOUTQ, bytes(4))):
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_connection_that_came_too_early_and_is_dropped_in_a_partition_comes_again(
+    nodes: tuple[Namespace, Namespace],
+) -> None:
+    """The sending end has sent all that it has to say, and the other side's reset is lost."""
+    with pump_at(nodes[0], silent_s=15.0) as (near, near_losses), pump_at(nodes[1], silent_s=15.0) as (far, far_losses):
+        made = LinkedRings(near, far, near_bytes=4096, far_bytes=4096)
+        made.producer.send(b"first")
+        made.send()
+        wait_early(far, made.link_id)
+        wait_acknowledged(near)
+        with nodes[0].muted(), nodes[1].muted():
+            far._call(lambda: far._accepting.pass_deadlines(math.inf))
+        made.receive()
+        with made.consumer.recv(WATCHDOG_S) as frame:
+            assert frame.data == b"first"
+        assert not [*near_losses.all(), *far_losses.all()]
+        made.close()
 
 
 @pytest.mark.parametrize("mute", [(0,), (1,), (0, 1)])
