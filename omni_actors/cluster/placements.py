@@ -5,7 +5,7 @@ Rules
 2. When a node is lost, all its workers are placed anew together, when the first of them is started again. So larger
    units get their places first, and a worker that was lost later does not take the place of one.
 3. A place is kept until it is released: its replica was removed, sleeps, or was given up.
-4. A worker without a place waits until something changes: a node joins, or a place is released.
+4. A worker without a place waits until something changes: a node joins or is lost, or a place is released.
 """
 
 from __future__ import annotations
@@ -94,3 +94,4 @@ class Placements:
         for address in [address for address, at in self._places.items() if at.node == name]:
             del self._places[address]
             self._unplaced[address] = None
+        self._changed.unpark_all()  # a reason changes; a worker that waits for a colocated one may move with it

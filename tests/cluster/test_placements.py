@@ -84,6 +84,46 @@ async def test_a_worker_waits_for_a_node_and_says_why(autojump_clock: trio.testi
     assert at == ["g1"]
 
 
+async def test_a_worker_that_waits_says_why_after_the_loss_of_another_node(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    found, reasons = placements(G1, G2, a={"device": "cuda", "replicas": 3}), list[str]()
+    assert (node(found, A0), node(found, A1)) == ("g1", "g2")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(found.wait_place, Address("a", 2), reasons.append)
+        await trio.testing.wait_all_tasks_blocked()
+        found.lose("g1")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert reasons == [
+        "no node can run a.2: g1, g2: it has no devices for another worker of 'a'",
+        "no node can run a.2: g1: it is lost; g2: it has no devices for another worker of 'a'",
+    ]
+
+
+async def test_a_worker_that_waits_for_its_colocated_one_moves_with_it(autojump_clock: trio.testing.MockClock) -> None:
+    """The place of both is found when the other one is started."""
+    found, at = placements(HERE, G1, cluster={"colocate": (("a", "b"),)}, b={"device": "cuda"}), list[str]()
+    found.release(B0)
+    found.lose("g1")
+    assert node(found, A0) == "here"
+
+    async def wait() -> None:
+        at.append((await found.wait_place(B0, lambda reason: None)).node)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        found.join(G1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not at
+        found.lose("here")
+        assert node(found, A0) == "g1"
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert at == ["g1"]
+
+
 async def test_a_worker_waits_until_a_place_is_released(autojump_clock: trio.testing.MockClock) -> None:
     found, at = placements(G1, a={"device": "cuda", "replicas": 2}), list[str]()
     node(found, A0)
