@@ -7,4 +7,4 @@ from omni_actors.stages.echo.engine import EchoEngine
 
 
 def without_devices(context: StageContext) -> EchoEngine:
-    return EchoEngine(StageContext(context.stage, None, {}, 1, "cpu", context.report))
+    return EchoEngine(StageContext(context.stage, None, context.options, 1, "cpu", context.report))
