@@ -9,18 +9,23 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 import trio
+from msgspec import structs
 
 from omni_actors import OmniSystem
 from omni_actors.config import Pipeline, Stage
+from omni_actors.errors import StageCrashed
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.outputs import Output
 from omni_actors.stages.echo.engine import payload
 from tests.cluster.writing_engine import LOG
-from tests.support.echo_systems import OFTEN, WATCHDOG_S
+from tests.support.echo_systems import OFTEN, WATCHDOG_S, read
 
 OUTPUTS, PAYLOAD_BYTES = 60, 20_000
+FRAIL = 8
+"""How many requests are lost at a time."""
 
 
 def long_answers(writers: Path | None = None, *, step_s: float = 0.01) -> Pipeline:
@@ -32,6 +37,13 @@ def long_answers(writers: Path | None = None, *, step_s: float = 0.01) -> Pipeli
     first = Stage(engine=engine, accepts=("script",), emits="text", options=options, **both)
     second = Stage(engine=engine, inputs=("first",), emits="audio", options={"payload_bytes": PAYLOAD_BYTES}, **both)
     return Pipeline(name="nodes", stages={"first": first, "second": second})
+
+
+def with_frail(pipeline: Pipeline) -> Pipeline:
+    """Add a stage "frail", which can neither be replayed nor resumed. Its answers do not end by themselves."""
+    options = {"step_s": 0.05, "fan_out": 1_000_000}
+    frail = structs.replace(pipeline.stages["first"], emits="image", options=options, deterministic=False)
+    return structs.replace(pipeline, stages={**pipeline.stages, "frail": frail})
 
 
 def assert_one_writer_at_a_time(log: Path) -> int:
@@ -92,3 +104,43 @@ async def read_until_first(generation: Generation, then: Callable[[], None]) -> 
                 then()
             outputs.append(output)
     return outputs
+
+
+async def begin_frail(omni: OmniSystem) -> Generation:
+    """Submit a request to the stage "frail", and read its first output: so the stage has begun, and is not replayed."""
+    generation = omni.submit({"script": [Input({"text": "x"})]}, ("image",))
+    with trio.fail_after(WATCHDOG_S):
+        assert not (await anext(generation)).finished
+    return generation
+
+
+async def lose_in_flight(omni: OmniSystem, node: str, lose: Callable[[], None]) -> None:
+    """Call ``lose``, which loses the node of the stage "frail", while requests are in flight. One goes on, or begins
+    again, and its answer is exact. Those of "frail" end with the facts.
+    """
+    frail = [await begin_frail(omni) for _ in range(FRAIL)]
+    ended = list[StageCrashed]()
+
+    async def read_to_its_end(generation: Generation) -> None:
+        with pytest.raises(StageCrashed) as caught:
+            await read(generation)
+        ended.append(caught.value)
+
+    async with trio.open_nursery() as nursery:
+        for each in frail:
+            nursery.start_soon(read_to_its_end, each)
+        check_exact(generation := ask_long(omni), await read_until_first(generation, lose))
+    assert len(ended) == FRAIL
+    for error in ended:
+        assert error.stage == "frail"
+        assert error.exit.node == node  # it names no "NodeLost" if the worker ended before its agent
+        assert (
+            error.not_replayed
+            == "stage 'frail' is neither deterministic nor resumable, and its earlier output is in use"
+        )
+
+
+async def check_served(omni: OmniSystem) -> None:
+    """All stages serve new requests."""
+    check_exact(generation := ask_long(omni), await read(generation))
+    (await begin_frail(omni)).abort()

@@ -86,14 +86,18 @@ class RayNodes:
             starter.terminate()
             with suppress(subprocess.TimeoutExpired):
                 starter.wait(END_S)
+        self.kill(name)
+        if starter is not None:
+            starter.kill()
+            starter.wait()
+
+    def kill(self, name: str) -> None:
+        """Kill all processes of Ray on a node, one directly after the other: agents, but not the parent's helper."""
         for pid in self.nodes[name].pids() - {os.getpid()}:
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 if str(self._folder) in " ".join(process.cmdline()) or process.name().startswith("ray::"):
                     process.kill()
-        if starter is not None:
-            starter.kill()
-            starter.wait()
 
     def restart_ended(self) -> list[str]:
         """Start each node again that has ended. Returns their names."""

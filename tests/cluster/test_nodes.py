@@ -28,9 +28,12 @@ from tests.cluster.long_answers import (
     ask_long,
     assert_one_writer_at_a_time,
     check_exact,
+    check_served,
     has_ended,
     long_answers,
+    lose_in_flight,
     read_until_first,
+    with_frail,
 )
 from tests.cluster.subprocess_cluster import FixedPlaces, named, open_on_nodes
 from tests.support.echo_systems import WATCHDOG_S, ask, pid_of, read, until, wait_restarted
@@ -178,6 +181,14 @@ async def test_without_replay_a_lost_node_ends_the_request_with_the_facts() -> N
         os.kill(cluster.agents.pids["b"], signal.SIGKILL)
         with pytest.raises(StageCrashed, match="NodeLost: b"):
             await read(hanging)
+
+
+async def test_a_lost_node_ends_each_request_that_can_be_neither_replayed_nor_resumed(writers: Path) -> None:
+    nodes = {**LAYOUTS["two nodes"], "frail": "b"}
+    async with open_on_nodes(with_frail(long_answers(writers)), nodes) as cluster:
+        await lose_in_flight(cluster.omni, "b", lambda: os.kill(cluster.agents.pids["b"], signal.SIGKILL))
+        await check_served(cluster.omni)
+        assert_one_writer_at_a_time(writers)
 
 
 async def test_a_worker_that_hangs_on_another_node_is_killed_and_its_stderr_is_kept(
