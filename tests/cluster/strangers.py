@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import resource
 import socket
+import ssl
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import psutil
+import pytest
 import trio
 
 from omni_actors.cluster.channel import Address
@@ -32,26 +37,74 @@ for n in range(count):
 """
 """So many connections, 200 at a time. Most say less than a hello, so they are open until they have to make room: the
 oldest is awaited, so more than may be open are accepted at a time."""
+KEPT_UP = """
+import contextlib, resource, select, socket, sys
+address, count, said, host = (sys.argv[1], int(sys.argv[2])), int(sys.argv[3]), bytes.fromhex(sys.argv[4]), sys.argv[5]
+resource.setrlimit(resource.RLIMIT_NOFILE, (count + 100,) * 2)
+events, connections, ended = select.epoll(), {}, 0
+while True:
+    while len(connections) < count:
+        connection = socket.socket()
+        connection.setblocking(False)
+        connection.bind((host, 0))
+        connection.connect_ex(address)
+        connections[connection.fileno()] = connection
+        events.register(connection, select.EPOLLRDHUP | (select.EPOLLOUT if said else 0))
+    for fd, happened in events.poll():
+        if happened == select.EPOLLOUT:
+            events.modify(fd, select.EPOLLRDHUP)
+            with contextlib.suppress(ConnectionError):
+                connections[fd].send(said)
+            continue
+        connections.pop(fd).close()
+        ended += 1
+        if ended == count:
+            print("all were displaced", flush=True)
+"""
+"""So many connections at a time, which say the same. One that is closed is made again."""
 MEMORY = 8 << 20
 """What a flood may cost in memory: far less than 10,000 connections with a buffer each."""
 
 
 class Cost:
-    """What strangers cost this process, from now on."""
+    """What strangers cost a process, from now on. pid: of another one than this. memory: what they may cost."""
 
-    def __init__(self) -> None:
-        self._process, self._descriptors = psutil.Process(), len(open_descriptors())
+    def __init__(self, pid: int | None = None, memory: int = MEMORY) -> None:
+        self._process, self._memory = psutil.Process(pid), memory
+        self._descriptors = len(open_descriptors()) if pid is None else self._process.num_fds()
         self._bytes = self._process.memory_info().rss
 
     def check(self) -> None:
         assert self._process.num_fds() <= self._descriptors + MOST_STRANGERS + 16
-        assert self._process.memory_info().rss <= self._bytes + MEMORY
+        assert self._process.memory_info().rss <= self._bytes + self._memory
 
     async def watch(self) -> None:
         """Check it until cancelled."""
         while True:
             self.check()
             await trio.sleep(0.01)
+
+
+@asynccontextmanager
+async def kept_up(address: Address, count: int, *, said: bytes = b"", host: str = "127.0.0.1") -> AsyncIterator[None]:
+    """Flood an address during the block, which begins when so many connections have had to make room.
+
+    said: by each connection. host: the address from which they come.
+    """
+    if (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < count + 100:
+        pytest.skip(f"a process may have {most} descriptors here")
+    command = [sys.executable, "-c", KEPT_UP, address[0], str(address[1]), str(count), said.hex(), host]
+    flood = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
+    try:
+        assert flood.stdout is not None
+        with trio.fail_after(WATCHDOG_S):
+            assert await flood.stdout.receive_some()
+        yield
+        assert flood.poll() is None
+    finally:
+        flood.kill()
+        with trio.CancelScope(shield=True):
+            await flood.wait()
 
 
 def connect(address: Address) -> socket.socket:
@@ -97,6 +150,16 @@ def wait_forgotten(pump: Pump, link_id: int) -> None:
     """Wait until a pump has accepted the connection of a link that it does not expect, and has dropped it."""
     wait_early(pump, link_id)
     wait_early(pump, link_id, is_there=False)
+
+
+def client_hello() -> bytes:
+    """Return the first message of TLS, as OpenSSL makes it."""
+    received, to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(received, to_send).do_handshake()
+    return to_send.read()
 
 
 def wait_closed(connection: socket.socket) -> None:

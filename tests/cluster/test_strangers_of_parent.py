@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 import socket
-import subprocess
 import sys
 from contextlib import ExitStack, suppress
 
@@ -21,7 +19,7 @@ from omni_actors.cluster.spawner import open_cluster
 from omni_actors.cluster.strangers import MOST_STRANGERS
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from tests.cluster.long_answers import ask_long, check_exact, long_answers
-from tests.cluster.strangers import FLOOD, Cost, authenticated, connect, wait_closed
+from tests.cluster.strangers import FLOOD, Cost, authenticated, connect, kept_up, wait_closed
 from tests.cluster.subprocess_cluster import ClusterOf, FixedPlaces, named, open_on_nodes
 from tests.support.echo_systems import WATCHDOG_S, read, wait_restarted
 
@@ -129,48 +127,14 @@ async def test_a_flood_displaces_no_agent_while_it_shakes_hands(
         assert verdict, "it had to make room"
 
 
-KEPT_UP = """
-import resource, select, socket, sys
-address, count = (sys.argv[1], int(sys.argv[2])), int(sys.argv[3])
-resource.setrlimit(resource.RLIMIT_NOFILE, (count + 100,) * 2)
-events, connections, ended = select.epoll(), {}, 0
-while True:
-    while len(connections) < count:
-        connection = socket.socket()
-        connection.setblocking(False)
-        connection.connect_ex(address)
-        connections[connection.fileno()] = connection
-        events.register(connection, select.EPOLLRDHUP)
-    for fd, _ in events.poll():
-        connections.pop(fd).close()
-        ended += 1
-        if ended == count:
-            print("all were displaced", flush=True)
-"""
-"""So many connections that say nothing. One that is closed is made again."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, 10_000])
 async def test_an_agent_joins_during_a_flood_that_is_kept_up_and_costs_little(count: int) -> None:
-    if (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < count + 100:
-        pytest.skip(f"a process may have {most} descriptors here")
     async with open_on_nodes(long_answers(), NODES) as cluster, trio.open_nursery() as nursery:
         nursery.start_soon(Cost().watch)
-        host, port = cluster.spawner.address
-        command = [sys.executable, "-c", KEPT_UP, host, str(port), str(count)]
-        flood = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
-        try:
-            assert flood.stdout is not None
-            with trio.fail_after(WATCHDOG_S):
-                assert await flood.stdout.receive_some()
+        async with kept_up(cluster.spawner.address, count):
             for generation in (2, 3, 4):
                 os.kill(cluster.agents.pids["a"], signal.SIGKILL)
                 await wait_restarted(cluster.omni, "first", generation)
-            assert flood.poll() is None
-        finally:
-            flood.kill()
-            with trio.CancelScope(shield=True):
-                await flood.wait()
         await check_alive(cluster)
         nursery.cancel_scope.cancel()

@@ -24,7 +24,7 @@ from omni_actors.errors import ConfigError
 from ringbuf import RingClosed
 from tests.cluster.linked_rings import SECRET, WATCHDOG_S, LinkedRings, Losses, linked_rings, open_pump
 from tests.cluster.long_answers import ask_long, check_exact, long_answers
-from tests.cluster.strangers import connect, forwarder, wait_closed
+from tests.cluster.strangers import client_hello, connect, forwarder, wait_closed
 from tests.cluster.subprocess_cluster import open_on_nodes
 from tests.support.echo_systems import read, until, wait_restarted
 from tests.support.open_descriptors import open_descriptors
@@ -57,16 +57,6 @@ def check_alive(rings: LinkedRings) -> None:
             assert frame.data == message
     assert rings.consumer.try_recv() is None
     assert rings.far.statistics().keys() == {rings.link_id}
-
-
-def client_hello() -> bytes:
-    """Return the first message of TLS, as OpenSSL makes it."""
-    received, to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    with suppress(ssl.SSLWantReadError):
-        context.wrap_bio(received, to_send).do_handshake()
-    return to_send.read()
 
 
 def credulous(credentials: Credentials | None) -> ssl.SSLContext:
