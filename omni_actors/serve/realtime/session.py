@@ -8,12 +8,15 @@ Rules
 4. The session ends with an ``error`` event and close code 1000 when its time is over, and with 1001 when the server
    drains and no response is in progress. Those that are when the time of the drain is over fail.
 5. Sound of the user arrives in ``_take_sound`` alone.
+6. No exception ends the nursery of a session. Its traceback would be in a cycle with the session, whose recordings
+   would stay in memory until the next full collection, which is rare (``system.garbage``).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -102,22 +105,24 @@ class Session:
         self._turns: TurnTaking | None = None
         """Finds the turns of the user; None if the client marks them."""
         self._nursery: trio.Nursery | None = None
-        self._close_code = NORMAL_CLOSURE
+        self._close_code: int | None = NORMAL_CLOSURE
 
     async def run(self) -> None:
         """Run the session until either side ends it. Its requests have ended when this returns."""
-        is_connected = True
-        try:
-            await self._begin_turns()
-            async with trio.open_nursery() as self._nursery:
-                for task in (self._outbox.run, self._transcriber.run, self._watch_drain, self._watch_expiry):
-                    self._nursery.start_soon(task)
-                self._outbox.post("session.created", session=self._described())
-                await self._take_events()
-        except* WebSocketDisconnect:
-            is_connected = False
-        if is_connected:
+        await self._begin_turns()
+        async with trio.open_nursery() as self._nursery:
+            for task in (self._send_events, self._transcriber.run, self._watch_drain, self._watch_expiry):
+                self._nursery.start_soon(task)
+            self._outbox.post("session.created", session=self._described())
+            await self._take_events()
+        self._nursery = self._turns = None
+        if self._close_code is not None:
             await self._websocket.close(self._close_code)
+
+    async def _send_events(self) -> None:
+        with suppress(WebSocketDisconnect):
+            await self._outbox.run()
+        self._end(None)
 
     async def _watch_expiry(self) -> None:
         """End the session when its time is over."""
@@ -144,17 +149,19 @@ class Session:
         for response in self._responses.in_progress:
             response.fail(Aborted("the server is shutting down"))
 
-    def _end(self, code: int) -> None:
+    def _end(self, code: int | None) -> None:
+        """End the session. code: with which the WebSocket is closed; None: the client has gone."""
         self._close_code = code
         assert self._nursery is not None
         self._nursery.cancel_scope.cancel()
 
     async def _take_events(self) -> None:
-        """Take the client's events. Raises WebSocketDisconnect."""
+        """Take the client's events until it has gone."""
         while True:
             message = await self._websocket.receive()
             if message["type"] == "websocket.disconnect":
-                raise WebSocketDisconnect(message["code"])
+                self._end(None)
+                return
             if (text := message.get("text")) is None:
                 self._end(UNSUPPORTED_DATA)
                 return

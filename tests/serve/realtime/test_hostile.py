@@ -74,12 +74,11 @@ EVENTS: tuple[dict[str, Any], ...] = (
 AT_A_TIME = 3
 SEEN = {"input_audio_buffer.speech_started", "input_audio_buffer.speech_stopped", "turn_detected"}
 """What the sessions of a run must have reached: turns, and answers that speech cut."""
-MOST_KEPT, MOST_PER_SESSION = 32_000_000, 100_000
+MOST_KEPT, MOST_PER_SESSION = 32_000_000, 10_000
 """The most bytes that the server's own memory may grow by in the second half of a run: at all, and for each session.
 
 What an allocator keeps was used at one time, by the few sessions that run at a time. The first half has loaded the
-models and left as much, so the second adds a few megabytes. Besides, the memory was seen to grow by 50 kB for each
-session, together with the answers of the session beside it.
+models and left as much, so the second adds a few megabytes, and less than 1 kB for each session: routing remembers it.
 """
 LAST = {"type": "conversation.item.retrieve", "event_id": "last", "item_id": "none"}
 """A bad event."""
