@@ -9,8 +9,9 @@ Rules
    detached, so that it outlives the helper. It ends with its control connection or its lease, and then its actor does,
    so that Ray gives its resources to the next one: the helper kills it, or it ends itself after ``EXIT_S``. So does an
    actor that is not told to run within ``UNUSED_S``, because its helper has ended.
-3. An actor is scheduled on its node and on no other, with the resources that its workers are to have. Ray gives it a
-   nice value of 15, so that jobs leave the cores to Ray itself. It takes 0, for itself and its workers, where it may.
+3. An actor is scheduled on its node and on no other, with the GPUs that its workers are to have, and their CPUs as far
+   as they are free. It is not left to wait in Ray for what another job holds. Ray gives it a nice value of 15, so that
+   jobs leave the cores to Ray itself. It takes 0, for itself and its workers, where it may.
 4. The helper ends when its stdin does. It kills the agents that it has started. Of a Ray that it has started, no
    process and no file is left. An order that Ray does not let it carry out costs no other agent.
 5. A helper whose own node is no longer in Ray ends at the next agent that it is to start: it is connected with a Ray
@@ -150,6 +151,7 @@ class Helper:
                 name=node.get("NodeName") or node["NodeManagerAddress"],
                 address=node["NodeManagerAddress"],
                 cpus=node["Resources"].get("CPU", 0.0),
+                free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
                 gpus=int(node["Resources"].get("GPU", 0)),
                 free_gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
                 labels=_labels(node.get("Labels", {})),
@@ -164,16 +166,20 @@ class Helper:
         """Carry out one order. What becomes of an agent is told when it ends."""
         match order:
             case StartAgent():
-                if (node_id := self._id_now(order.node)) is None:
+                if (node := self._now(order.node)) is None:
                     tell(Ended(order.settings.number, certain=False, why="its node is not in Ray"))
+                    return
+                if node.free_gpus < order.gpus:
+                    why = f"it needs {order.gpus:g} GPUs of its node, and Ray has {node.free_gpus} free there"
+                    tell(Ended(order.settings.number, certain=False, why=why))
                     return
                 options = {
                     "max_restarts": 0,
                     "max_concurrency": 1,
                     "lifetime": "detached",
-                    "num_cpus": order.cpus,
+                    "num_cpus": min(order.cpus, node.free_cpus),
                     "num_gpus": order.gpus,
-                    "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+                    "scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False),
                 }
                 actor: Any = ray.remote(AgentActor).options(**options).remote()
                 self._actors[order.settings.number] = actor
@@ -183,18 +189,17 @@ class Helper:
                 if (actor := self._actors.pop(number, None)) is not None:
                     ray.kill(actor)
 
-    def _id_now(self, node: RayNode) -> str | None:
-        """Return the id of a node, or None if it is not in Ray now. Ends the helper if its own is not (rule 5).
+    def _now(self, node: RayNode) -> RayNode | None:
+        """Return a node as it is now, or None if it is not in Ray. Ends the helper if its own is not (rule 5).
 
         A node that has left Ray and come back has a new id, and its name and address.
         """
         alive = self.nodes().nodes
         if not any(each.is_parents for each in alive):
             self._end()
-        if any(each.node_id == node.node_id for each in alive):
-            return node.node_id
-        same = (each.node_id for each in alive if (each.name, each.address) == (node.name, node.address))
-        return next(same, None)
+        same = [each for each in alive if each.node_id == node.node_id]
+        same += [each for each in alive if (each.name, each.address) == (node.name, node.address)]
+        return next(iter(same), None)
 
     def _ended(self, number: int, future: Any) -> None:
         """Tell that an agent has ended, and let its actor end. Called in a thread of Ray, which must not wait."""

@@ -15,7 +15,7 @@ LOCAL: Final = "local"
 
 
 class RayNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of Ray. gpus, free_gpus: in all, and those that Ray has given to no job. labels: as "name=value".
+    """A node of Ray. free_cpus, free_gpus: those that Ray has given to no job. labels: as "name=value".
 
     is_parents: whether the parent runs there.
     """
@@ -24,6 +24,7 @@ class RayNode(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     address: str
     cpus: float
+    free_cpus: float
     gpus: int
     free_gpus: int
     labels: tuple[str, ...]
@@ -33,7 +34,7 @@ class RayNode(msgspec.Struct, frozen=True, kw_only=True):
 class StartAgent(msgspec.Struct, frozen=True, tag=True):
     """Start an agent on a node, with resources that Ray then gives to nothing else.
 
-    node: as it was found. It may have left Ray and come back since, with another id.
+    node: as it was found. It may have left Ray and come back since, with another id. cpus: fewer if fewer are free.
     """
 
     node: RayNode

@@ -54,7 +54,8 @@ def secret_of_ray() -> Iterator[None]:
 def ray_cluster(*nodes: str) -> Iterator[RayCluster]:
     """Run a Ray cluster with nodes of these names beside its head, "head".
 
-    "g:3:1" is a node "g" that claims to have three CUDA devices, one of which another job holds.
+    "g:3:1" is a node "g" that claims to have three CUDA devices, one of which another job holds. "g:3:1:2": that job
+    holds two CPUs, too. Each node claims to have two.
     """
     command = [sys.executable, str(Path(__file__)), *nodes]
     with (
@@ -85,8 +86,8 @@ HOLDERS: list[Any] = []
 """The actors of the other job, which live as long as this process refers to them."""
 
 
-def hold_devices(address: str, node_id: str, count: int) -> list[str]:
-    """Hold devices of a node as another job does, as long as the cluster lasts. Return which ones Ray gave it."""
+def hold_devices(address: str, node_id: str, count: int, cpus: int) -> list[str]:
+    """Hold devices and CPUs of a node as another job does, as long as the cluster lasts. Return which devices."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -96,7 +97,7 @@ def hold_devices(address: str, node_id: str, count: int) -> list[str]:
 
     ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    HOLDERS.append(ray.remote(Holder).options(num_cpus=0, num_gpus=count, scheduling_strategy=there).remote())
+    HOLDERS.append(ray.remote(Holder).options(num_cpus=cpus, num_gpus=count, scheduling_strategy=there).remote())
     devices: list[str] = ray.get(HOLDERS[-1].devices.remote())
     return devices
 
@@ -112,9 +113,10 @@ def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={**of_node("head"), "include_dashboard": False})
     nodes, taken = {"head": cluster.head_node}, {}
     for argument in sys.argv[1:]:
-        name, gpus, held = (*argument.split(":"), "0", "0")[:3]
-        nodes[name] = cluster.add_node(**of_node(name, int(gpus)))
-        taken[name] = hold_devices(cluster.address, nodes[name].node_id, int(held)) if int(held) else []
+        name, *numbers = argument.split(":")
+        gpus, held, cpus = (*map(int, numbers), 0, 0, 0)[:3]
+        nodes[name] = cluster.add_node(**of_node(name, gpus))
+        taken[name] = hold_devices(cluster.address, nodes[name].node_id, held, cpus) if held or cpus else []
     raylets = {name: node.all_processes["raylet"][0].process.pid for name, node in nodes.items()}
     gcs = cluster.head_node.all_processes["gcs_server"][0].process.pid
     print(

@@ -43,6 +43,7 @@ from tests.support.echo_systems import generation_of, pid_of, read, until, wait_
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 LEASE_S = 4.0
+WATCHDOG_S = 90.0
 NODES: dict[str, str | Sequence[str]] = {"first": ("n1", "n2"), "second": ("n2", "n1")}
 
 
@@ -242,6 +243,21 @@ async def test_workers_get_the_devices_that_ray_gave_their_agent_and_none_of_ano
                 msgspec.structs.replace(pipeline, stages={"only": full}), cluster=cluster.address
             ):
                 pytest.fail("the block began")
+
+
+async def test_an_agent_waits_for_nothing_that_another_job_holds() -> None:
+    """CPUs are a preference: it does with fewer. Its GPUs are needed: the reason says how many are free."""
+    placed = {"cluster": {"nodes": {"first": "g"}}, "stages.first.threads": 2}
+    with ray_cluster("g:2:1:1") as cluster, trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open("echo", cluster=cluster.address, overrides=placed) as omni:
+            assert [each.node for each in omni.health().stages["first"]] == ["g"]
+            outputs = [output async for output in omni.generate("hello")]
+            assert outputs[0].delta == "hello"
+        async with open_ray(cluster.address) as ray:
+            ray.resources = lambda node: (0.0, 2.0)
+            settings = AgentSettings(number=1, parent=("127.0.0.1", 1), secret=bytes(32), lease_s=1.0)
+            end = await ray.run("g", settings)
+    assert end == (False, "it needs 2 GPUs of its node, and Ray has 1 free there")
 
 
 async def test_a_ray_that_was_started_here_leaves_no_file_and_has_tls_where_the_pipeline_says_so(

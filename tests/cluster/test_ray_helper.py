@@ -21,7 +21,9 @@ from omni_actors.cluster.ray_messages import Failed, News, Obeyed, RayNode, Star
 from omni_actors.cluster.ray_nodes import open_ray
 from omni_actors.errors import RayUnavailable
 
-NODE = RayNode(node_id="1", name="a", address="127.0.0.1", cpus=1.0, gpus=0, free_gpus=0, labels=(), is_parents=True)
+NODE = RayNode(
+    node_id="1", name="a", address="127.0.0.1", cpus=1.0, free_cpus=1.0, gpus=0, free_gpus=0, labels=(), is_parents=True
+)
 ADDRESS = "10.0.0.1:6379"
 WATCHDOG_S = 30
 
