@@ -48,5 +48,9 @@ class Places(Protocol):
         ...
 
     def lose(self, name: str) -> None:
-        """Start no worker on a node any more."""
+        """Start no worker on a node any more, until it joins again. It may not have joined yet."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """Name a lost node no more."""
         ...

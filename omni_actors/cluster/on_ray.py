@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager, suppress
 
 from msgspec import structs
@@ -18,6 +18,7 @@ from omni_actors.cluster.transfers import require_nixl
 from omni_actors.config import Cluster, Pipeline, Stage
 from omni_actors.config.devices import VISIBLE, DeviceLayoutError, configured_devices, stage_layout, visible_devices
 from omni_actors.errors import ConfigError, RayUnavailable
+from omni_actors.protocol.messages import Address
 
 
 @asynccontextmanager
@@ -31,8 +32,9 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
             of one node is started on this machine, with an agent, to try a pipeline's placement.
 
     A node on which no agent can be started is left out, with a warning in the log, if the others have places for all
-    workers. Raises RayUnavailable, ClusterUnavailable (too few nodes have an agent), NoPlace (there is no node for a
-    worker), ConfigError (``device_handles``, or no package for TLS or NIXL).
+    workers. A node that joins Ray later is used for workers that need a place then. Raises RayUnavailable,
+    ClusterUnavailable (too few nodes have an agent), NoPlace (there is no node for a worker), ConfigError
+    (``device_handles``, or no package for TLS or NIXL).
     """
     settings = pipeline.cluster or Cluster()
     if settings.transport == "nixl":
@@ -49,13 +51,14 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
             nodes.insert(0, Node(name=PARENT, cpus=float(len(os.sched_getaffinity(0)))))
         places = Placements(pipeline, nodes)
         places.plan()
-        reserved = {node.name: _resources(pipeline, places, node) for node in nodes}
+        reserved = {node.name: _resources(pipeline, node, _workers_on(pipeline, places, node)) for node in nodes}
         ray.resources = reserved.__getitem__
         tls = make_credentials() if settings.tls else None
 
         def replan() -> None:
             plan_again(pipeline, places)
-            reserved.update({node.name: _resources(pipeline, places, node) for node in nodes})
+            for node in nodes:
+                reserved[node.name] = _resources(pipeline, node, _workers_on(pipeline, places, node))
 
         async with open_cluster(
             nodes,
@@ -67,6 +70,20 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
             transport=settings.transport,
             replan=replan,
         ) as spawner:
+
+            def on_found(gone: Collection[str]) -> None:
+                for name in gone:
+                    if spawner.remove(name):
+                        ray.forget(name)
+                for found in ray.nodes:
+                    if found.name not in spawner.nodes():
+                        node = _node(pipeline, found, is_parents=False)
+                        waiting = [each for each in first_workers(pipeline) if places.of(each) is None]
+                        here = [each for each in waiting if _may_have(pipeline, node, each.stage)]
+                        reserved[node.name] = _resources(pipeline, node, here)
+                        spawner.add(node)
+
+            ray.on_found = on_found
             yield spawner
 
 
@@ -94,10 +111,15 @@ def most_devices(pipeline: Pipeline, node: Node) -> int:
     """
     most = 0
     for name, stage in pipeline.stages.items():
-        label = PARENT if pipeline.cluster is None else pipeline.cluster.nodes.get(name)
-        if configured_devices(stage) and (label is None or node.has(label)):
+        if configured_devices(stage) and _may_have(pipeline, node, name):
             most = max(most, _most_of_stage(stage))
     return most
+
+
+def _may_have(pipeline: Pipeline, node: Node, stage: str) -> bool:
+    """Return whether a node has the label that workers of a stage need."""
+    label = PARENT if pipeline.cluster is None else pipeline.cluster.nodes.get(stage)
+    return label is None or node.has(label)
 
 
 def _most_of_stage(stage: Stage) -> int:
@@ -109,8 +131,12 @@ def _most_of_stage(stage: Stage) -> int:
     return 0
 
 
-def _resources(pipeline: Pipeline, places: Placements, node: Node) -> Resources:
-    """Return what the agent of a node reserves there: CPUs for the first workers, as far as it has them, and GPUs."""
-    here = [address for address in first_workers(pipeline) if (at := places.of(address)) and at.node == node.name]
-    threads = sum(pipeline.threads(address.stage) for address in here)
+def _workers_on(pipeline: Pipeline, places: Placements, node: Node) -> list[Address]:
+    """Return the first workers that have their place on a node."""
+    return [each for each in first_workers(pipeline) if (at := places.of(each)) and at.node == node.name]
+
+
+def _resources(pipeline: Pipeline, node: Node, workers: Iterable[Address]) -> Resources:
+    """Return what the agent of a node reserves there: CPUs for these workers, as far as it has them, and GPUs."""
+    threads = sum(pipeline.threads(address.stage) for address in workers)
     return min(float(threads), node.cpus), float(node.gpus)

@@ -90,8 +90,13 @@ class Placements:
 
     def lose(self, name: str) -> None:
         """Start no worker on a node any more. The places there are lost; the caller ends the workers."""
-        self._nodes[name] = structs.replace(self._nodes[name], alive=False)
+        if name in self._nodes:  # else it has not joined
+            self._nodes[name] = structs.replace(self._nodes[name], alive=False)
         for address in [address for address, at in self._places.items() if at.node == name]:
             del self._places[address]
             self._unplaced[address] = None
         self._changed.unpark_all()  # a reason changes; a worker that waits for a colocated one may move with it
+
+    def forget(self, name: str) -> None:
+        """Name a lost node no more, in reasons and elsewhere."""
+        self._nodes.pop(name, None)

@@ -16,7 +16,8 @@ Rules
    process and no file is left. An order that Ray does not let it carry out costs no other agent.
 5. A helper whose own node is no longer in Ray ends at the next agent that it is to start: it is connected with a Ray
    that is gone, though Ray may answer it. It kills no agent then.
-6. Ray starts a cluster of its own for a call without a connection. The helper forbids that: an agent may end, and be
+6. It tells every ``LOOK_S`` which nodes Ray has, unless its own is not among them.
+7. Ray starts a cluster of its own for a call without a connection. The helper forbids that: an agent may end, and be
    killed, when the helper has left Ray already.
 """
 
@@ -47,6 +48,7 @@ from omni_actors.cluster.ray_messages import (
     LOCAL,
     Ended,
     Failed,
+    Found,
     News,
     Obeyed,
     Order,
@@ -62,6 +64,7 @@ CONNECT_S: Final = 5.0
 CLOSE_S: Final = 10.0
 EXIT_S: Final = 5.0
 UNUSED_S: Final = 120.0
+LOOK_S: Final = 5.0
 NODE_ID: Final = "ray.io/node-id"
 """A label that Ray gives to each node; its value is random."""
 LOCAL_OPTIONS: Final[dict[str, Any]] = {
@@ -117,8 +120,10 @@ class Helper:
     """Starts and stops agents. address: of Ray's head, "auto" or "local"."""
 
     def __init__(self, address: str) -> None:
-        auto_init_hook.enable_auto_connect = False  # rule 6
+        auto_init_hook.enable_auto_connect = False  # rule 7
         self._actors: dict[int, Any] = {}
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
         local = address == LOCAL
         self._directory: str | None = None
         """Where a Ray that is started here keeps its logs and sockets, until the end."""
@@ -139,13 +144,25 @@ class Helper:
             self.remove_directory()
             raise
 
-    def nodes(self) -> Started:
+    def start(self) -> None:
+        """Tell which nodes there are, now and from now on."""
+        tell(Started(self.nodes()))
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            with suppress(RayError, OSError, RuntimeError):  # Ray's head is gone for now, or the parent has ended
+                found = self.nodes()
+                if any(node.is_parents for node in found):
+                    tell(Found(found))
+
+    def nodes(self) -> list[RayNode]:
         """Return the nodes that are alive now."""
         list_nodes: Any = ray.nodes  # untyped
         mine = ray.get_runtime_context().get_node_id()
         list_free: Any = available_resources_per_node  # untyped
         free = list_free()
-        found = [
+        return [
             RayNode(
                 node_id=node["NodeID"],
                 name=node.get("NodeName") or node["NodeManagerAddress"],
@@ -160,7 +177,6 @@ class Helper:
             for node in list_nodes()
             if node["Alive"]
         ]
-        return Started(found)
 
     def obey(self, order: Order) -> None:
         """Carry out one order. What becomes of an agent is told when it ends."""
@@ -194,7 +210,7 @@ class Helper:
 
         A node that has left Ray and come back has a new id, and its name and address.
         """
-        alive = self.nodes().nodes
+        alive = self.nodes()
         if not any(each.is_parents for each in alive):
             self._end()
         same = [each for each in alive if each.node_id == node.node_id]
@@ -221,6 +237,8 @@ class Helper:
         last.start()
         for actor in list(self._actors.values()):
             ray.kill(actor)
+        self._closing.set()
+        self._watcher.join()
         ray.shutdown()
         self.remove_directory()
 
@@ -246,7 +264,7 @@ def main() -> None:
         tell(Failed(why))
         sys.exit(1)
     try:
-        tell(helper.nodes())
+        helper.start()
         for line in sys.stdin.buffer:
             try:
                 helper.obey(msgspec.json.decode(line, type=Order))

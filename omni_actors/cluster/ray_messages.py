@@ -55,6 +55,12 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     nodes: list[RayNode]
 
 
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """Ray has these nodes now. Told again and again."""
+
+    nodes: list[RayNode]
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The helper could not connect with Ray, or start one, and ends."""
 
@@ -76,4 +82,4 @@ class Obeyed(msgspec.Struct, frozen=True, tag=True):
 
 
 Order: TypeAlias = StartAgent | StopAgent
-News: TypeAlias = Started | Failed | Ended | Obeyed
+News: TypeAlias = Started | Found | Failed | Ended | Obeyed

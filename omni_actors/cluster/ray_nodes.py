@@ -7,7 +7,8 @@ Rules
    agent that has returned has surely ended.
 3. An order to the helper has ``ORDER_S`` seconds: a helper that has not carried it out by then is killed. Ray may keep
    it waiting for a head that is gone.
-4. The nodes stay those that the first helper has found. A later one may come before the nodes of a new head.
+4. A node that Ray has later is taken in. One that has left Ray stays known, since it may come back, and since a helper
+   may come before the nodes of a new head. After ``GONE_S`` it may be forgotten, and is a new one if it comes back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeAlias
 
@@ -34,6 +35,7 @@ from omni_actors.cluster.ray_messages import (
     LOCAL,
     Ended,
     Failed,
+    Found,
     News,
     Obeyed,
     Order,
@@ -51,6 +53,8 @@ END_S: Final = 20.0
 """Seconds in which the helper must end after its stdin."""
 ORDER_S: Final = 20.0
 """Seconds in which the helper must carry out an order."""
+GONE_S: Final = 600.0
+"""Seconds after which a node that has left Ray is not expected back."""
 _HEAD: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:/\s]+):\d{1,5}")
 Resources: TypeAlias = tuple[float, float]
 """CPUs and GPUs."""
@@ -59,7 +63,8 @@ Resources: TypeAlias = tuple[float, float]
 class RayAgents:
     """Starts agents as Ray actors. See ``AgentStarter``. Open it with ``open_ray``.
 
-    address: of Ray's head, "auto" or "local". resources: returns what the agent of a node reserves there.
+    address: of Ray's head, "auto" or "local". resources: returns what the agent of a node reserves there. on_found:
+    called when Ray's nodes were looked at, with the names of those that may be forgotten (rule 4).
     """
 
     def __init__(self, address: str, nursery: trio.Nursery) -> None:
@@ -71,13 +76,29 @@ class RayAgents:
         self._refusal: str | None = None
         """Why it could not."""
         self._nodes: dict[str, RayNode] = {}
+        self._seen: dict[str, float] = {}
+        """When each node was in Ray last, by trio's clock."""
         self._ends: dict[int, trio.MemorySendChannel[Ended]] = {}
         self.resources: Callable[[str], Resources] = lambda node: (0.0, 0.0)
+        self.on_found: Callable[[Collection[str]], None] = lambda gone: None
 
     @property
     def nodes(self) -> list[RayNode]:
-        """The nodes as the first helper found them. Their names are unique."""
+        """All known nodes, as they were found first. Their names are unique."""
         return [msgspec.structs.replace(node, name=name) for name, node in self._nodes.items()]
+
+    def forget(self, name: str) -> None:
+        """Forget a node that has no agent."""
+        del self._nodes[name], self._seen[name]
+
+    def _find(self, alive: Iterable[RayNode]) -> None:
+        """Take new nodes in, and note which ones are in Ray."""
+        known = {(node.name, node.address) for node in self._nodes.values()}
+        new = [node for node in alive if (node.name, node.address) not in known]
+        self._nodes |= _by_unique_name(new, self._nodes)
+        here = {(node.name, node.address) for node in alive}
+        present = [name for name, node in self._nodes.items() if (node.name, node.address) in here]
+        self._seen |= dict.fromkeys(present, trio.current_time())
 
     async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
         """Run one agent on a node until it has ended; cancelling kills it. See ``AgentStarter.run``."""
@@ -146,13 +167,17 @@ class RayAgents:
                 if isinstance(news, Ended):
                     if (send := self._ends.pop(news.number, None)) is not None:
                         send.send_nowait(news)
+                elif isinstance(news, Found):
+                    self._find(news.nodes)
+                    gone_before = trio.current_time() - GONE_S
+                    self.on_found([name for name, seen in self._seen.items() if seen <= gone_before])
                 elif isinstance(news, Obeyed):
                     self._refusal = news.why
                     self._obeyed.set()
                 else:
                     if isinstance(news, Started):  # not later: the helper may end at once
                         self._process = process
-                        self._nodes = self._nodes or _by_unique_name(news.nodes)
+                        self._find(news.nodes)
                     told = True
                     task_status.started(news)
             if not told:
@@ -199,12 +224,15 @@ async def _end(process: trio.Process) -> None:
     await process.wait()
 
 
-def _by_unique_name(nodes: list[RayNode]) -> dict[str, RayNode]:
-    """Return nodes by name; the second of a name gets a number, and so does one with the name of a label, "parent"."""
+def _by_unique_name(nodes: Iterable[RayNode], known: Collection[str]) -> dict[str, RayNode]:
+    """Return nodes by name; the second of a name gets a number, and so does one with the name of a label, "parent".
+
+    known: names that others have.
+    """
     found: dict[str, RayNode] = {}
     for node in nodes:
         names = itertools.chain([node.name], (f"{node.name}-{n}" for n in itertools.count(2)))
-        found[next(name for name in names if name not in found and name != PARENT)] = node
+        found[next(name for name in names if name not in (PARENT, *known, *found))] = node
     return found
 
 

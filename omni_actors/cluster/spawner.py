@@ -284,14 +284,28 @@ class ClusterSpawner:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 nursery.start_soon(trio.serve_listeners, self._welcome, listeners)
-                for node in self._nodes.values():
+                for node in list(self._nodes.values()):
                     if not node.has(PARENT):
-                        self._agents[node.name] = self._new_agent(node.name)
-                        nursery.start_soon(self._keep_agent, node)
+                        self.add(node)
                 task_status.started()
         finally:
             self._nursery = None
             self._pump.stop()
+
+    def add(self, node: Node) -> None:
+        """Keep an agent on a node from now on. It has no effect once the spawner ends."""
+        if self._nursery is not None:
+            self._nodes[node.name] = node
+            self._agents[node.name] = self._new_agent(node.name)
+            self._nursery.start_soon(self._keep_agent, node)
+
+    def remove(self, name: str) -> bool:
+        """Start no agent on a node any more, unless it may have one now. Return whether it is forgotten."""
+        if (agent := self._agents.get(name)) is None or not agent.fenced.is_set():
+            return False
+        del self._agents[name], self._nodes[name]  # ``_keep_agent`` notices
+        self._places.forget(name)
+        return True
 
     async def wait_up(self, replan: Callable[[], None] | None) -> None:
         """Wait until each node has an agent with a lease, or its first one was given up.
@@ -325,7 +339,7 @@ class ClusterSpawner:
 
     @trio.lowlevel.enable_ki_protection
     async def _keep_agent(self, node: Node) -> None:
-        """Run agents on a node, one after the other."""
+        """Run agents on a node, one after the other, until it is removed."""
         failures = 0
         while True:
             agent = self._agents[node.name]
@@ -343,6 +357,8 @@ class ClusterSpawner:
                 self._expected.pop(agent.number, None)
             failures = failures + 1 if agent.pid == 0 else 0
             await trio.sleep(min(RESTART_S[1], RESTART_S[0] * 2.0 ** min(failures, 16)))
+            if self._agents.get(node.name) is not agent:
+                return
             self._agents[node.name] = self._new_agent(node.name, agent.lost)
 
     @trio.lowlevel.enable_ki_protection

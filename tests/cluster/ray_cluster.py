@@ -31,13 +31,22 @@ SECRET = secrets.token_hex(32)
 class RayCluster(NamedTuple):
     """address: of the head. raylets: the process of each node, by its name. gcs: that of the head's control store.
 
-    taken: the devices that another job holds, by node.
+    taken: the devices that another job holds, by node. Nodes but the head have the label "role=compute".
     """
 
     address: str
     raylets: dict[str, int]
     gcs: int
     taken: dict[str, list[str]]
+    process: subprocess.Popen[bytes]
+
+    def add(self, name: str) -> None:
+        """Let a further node join."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{name}\n".encode())
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == f"{name}\n".encode()
 
 
 @contextmanager
@@ -70,7 +79,7 @@ def ray_cluster(*nodes: str) -> Iterator[RayCluster]:
     ):
         assert process.stdout is not None
         try:
-            yield RayCluster(**json.loads(process.stdout.readline()))
+            yield RayCluster(**json.loads(process.stdout.readline()), process=process)
         finally:
             parts = psutil.Process(process.pid).children(recursive=True)
             assert process.stdin is not None
@@ -103,11 +112,18 @@ def hold_devices(address: str, node_id: str, count: int, cpus: int) -> list[str]
 
 
 def main() -> None:
-    """Run the cluster until stdin ends."""
+    """Run the cluster until stdin ends. Each of its lines is the name of a node that is added."""
     from ray.cluster_utils import Cluster
 
     def of_node(name: str, gpus: int = 0) -> dict[str, Any]:
-        return {"num_cpus": 2, "num_gpus": gpus, "object_store_memory": STORE_BYTES, "node_name": name}
+        labels = {} if name == "head" else {"role": "compute"}
+        return {
+            "num_cpus": 2,
+            "num_gpus": gpus,
+            "object_store_memory": STORE_BYTES,
+            "node_name": name,
+            "labels": labels,
+        }
 
     told, sys.stdout = sys.stdout, sys.stderr
     cluster = Cluster(initialize_head=True, head_node_args={**of_node("head"), "include_dashboard": False})
@@ -122,7 +138,9 @@ def main() -> None:
     print(
         json.dumps({"address": cluster.address, "raylets": raylets, "gcs": gcs, "taken": taken}), file=told, flush=True
     )
-    sys.stdin.read()
+    for line in sys.stdin:
+        cluster.add_node(**of_node(line.strip()))
+        print(line, end="", file=told, flush=True)
     cluster.shutdown()
 
 

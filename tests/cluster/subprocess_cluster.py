@@ -49,6 +49,8 @@ class FixedPlaces:
     def lose(self, name: str) -> None:
         self._lost.add(name)
 
+    def forget(self, name: str) -> None: ...
+
 
 class ClusterOf:
     """A running system, its spawner, and what started its agents."""

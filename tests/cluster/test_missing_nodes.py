@@ -17,7 +17,7 @@ from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.on_ray import plan_again
 from omni_actors.cluster.placement import PARENT, Node
 from omni_actors.cluster.placements import Placements
-from omni_actors.cluster.spawner import open_cluster
+from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.config import Cluster
 from omni_actors.errors import ClusterUnavailable, NoPlace
@@ -94,4 +94,20 @@ async def test_a_system_that_needs_the_missing_node_is_not_opened(caplog: pytest
 
 async def test_all_nodes_but_the_parents_may_be_missing() -> None:
     async with opened(SubprocessAgents({"a": FAILS, "b": FAILS}), first=PARENT, second=PARENT) as omni:
+        check_exact(generation := ask_long(omni), await read(generation))
+
+
+async def test_a_node_that_is_added_and_has_no_agent_can_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawner, "RESTART_S", (0.1, 0.1))
+    async with opened(starter := SubprocessAgents({"c": FAILS})) as omni:
+        cluster = omni._cluster
+        assert isinstance(cluster, ClusterSpawner)
+        cluster.add(Node(name="c", labels=("work",)))
+        await until(lambda: omni.health().nodes["c"].state == "fenced")
+        assert cluster.remove("c")
+        assert "c" not in omni.health().nodes
+        last = starter.pids["c"]
+        cluster.add(Node(name="c", labels=("work",)))  # it has one agent at a time, the new one's
+        await until(lambda: starter.pids["c"] != last)
+        assert not cluster.remove("a")
         check_exact(generation := ask_long(omni), await read(generation))

@@ -18,6 +18,7 @@ import pytest
 import trio
 
 from omni_actors import OmniSystem
+from omni_actors.cluster import ray_nodes
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.placement import PARENT, Node
@@ -204,6 +205,24 @@ async def test_the_workers_of_a_node_without_its_raylet_move_to_another_node(
         assert worker.ppid() == on.spawner.agents["n1"].pid
         check_exact(after := ask_long(on.omni), await read(after))
         assert_one_writer_at_a_time(writers)
+
+
+async def test_a_node_that_joins_later_takes_the_place_of_one_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Kubernetes, where a pod that is replaced gets another name and another address."""
+    placed = {"cluster": {"nodes": {"first": "role=compute"}, "lease_s": LEASE_S}}
+    with ray_cluster("n1") as cluster, trio.fail_after(2 * WATCHDOG_S):
+        async with OmniSystem.open("echo", cluster=cluster.address, overrides=placed) as omni:
+            assert [each.node for each in omni.health().stages["first"]] == ["n1"]
+            os.kill(cluster.raylets["n1"], signal.SIGKILL)
+            await until(lambda: omni.health().nodes["n1"].state == "fenced")
+            await trio.to_thread.run_sync(cluster.add, "n2")
+            outputs = [output async for output in omni.generate("hello")]
+            assert outputs[0].delta == "hello"
+            assert [each.node for each in omni.health().stages["first"]] == ["n2"]
+            assert "n1" in omni.health().nodes
+            monkeypatch.setattr(ray_nodes, "GONE_S", 0.0)
+            await until(lambda: "n1" not in omni.health().nodes)
+            assert omni.health().nodes["n2"].state == "alive"
 
 
 async def test_a_system_goes_on_without_the_head(mortal_cluster: RayCluster) -> None:

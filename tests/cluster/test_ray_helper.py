@@ -17,7 +17,7 @@ import trio.testing
 from omni_actors import OmniSystem
 from omni_actors.cluster import ray_nodes
 from omni_actors.cluster.agent import AgentSettings
-from omni_actors.cluster.ray_messages import Failed, News, Obeyed, RayNode, Started
+from omni_actors.cluster.ray_messages import Failed, Found, News, Obeyed, RayNode, Started
 from omni_actors.cluster.ray_nodes import open_ray
 from omni_actors.errors import RayUnavailable
 
@@ -108,6 +108,27 @@ async def test_a_helper_that_finds_fewer_nodes_takes_none_away(helper: ScriptedH
                 await trio.sleep(0.01)
                 await ray.connect()
             assert [node.name for node in ray.nodes] == ["a", "b"]
+
+
+async def test_a_node_that_joins_later_is_taken_in_and_one_that_has_left_is_reported(
+    helper: ScriptedHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_nodes, "GONE_S", 0.0)
+    first = msgspec.structs.replace(NODE, node_id="2", name="b", is_parents=False)
+    later = msgspec.structs.replace(first, node_id="3", address="127.0.0.2")
+    helper.write(say(Started([NODE, first])), "read end", say(Found([NODE, later])), "read end")
+    send, receive = trio.open_memory_channel[list[str]](1)
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
+            ray.on_found = lambda gone: send.send_nowait(list(gone))
+            assert ray._process is not None
+            assert ray._process.stdin is not None
+            await ray._process.stdin.send_all(b"\n")
+            gone = await receive.receive()
+            assert {node.name: node.node_id for node in ray.nodes} == {"a": "1", "b": "2", "b-2": "3"}
+            assert "b" in gone
+            ray.forget("b")
+            assert [node.name for node in ray.nodes] == ["a", "b-2"]
 
 
 async def test_a_helper_that_says_what_cannot_be_read_is_killed_and_replaced(helper: ScriptedHelper) -> None:
