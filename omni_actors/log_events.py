@@ -220,6 +220,25 @@ class NodeLeftOut(LogEvent, frozen=True, kw_only=True):
         return f"the system starts without node {self.node!r}, which is tried again: {self.reason}"
 
 
+class DevicesAwaited(LogEvent, frozen=True, kw_only=True):
+    """Opening a system waits for devices of its cluster that another system holds, which may have just been killed.
+
+    Attributes:
+        nodes: which have the devices.
+        at_most_s: how long it waits before it does with those that are free.
+    """
+
+    level: ClassVar[int] = logging.WARNING
+    nodes: tuple[str, ...]
+    at_most_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"agents of another system, or of one that has just ended, hold devices of {', '.join(self.nodes)}: "
+            f"waiting for up to {self.at_most_s:g} s"
+        )
+
+
 class ServerListening(LogEvent, frozen=True, kw_only=True):
     """The server accepts connections, and its stages load. page: the URL of the page for browsers, if there is one."""
 

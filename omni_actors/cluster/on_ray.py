@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager, suppress
+from typing import Final
 
+import trio
 from msgspec import structs
 
+from omni_actors import log_events
 from omni_actors.cluster.placement import PARENT, Node, first_workers
 from omni_actors.cluster.placements import Placements
 from omni_actors.cluster.ray_messages import LOCAL, RayNode
-from omni_actors.cluster.ray_nodes import Resources, open_ray
+from omni_actors.cluster.ray_nodes import RayAgents, Resources, open_ray
 from omni_actors.cluster.spawner import ClusterSpawner, open_cluster
 from omni_actors.cluster.tls import make_credentials
 from omni_actors.cluster.transfers import require_nixl
@@ -19,6 +22,10 @@ from omni_actors.config import Cluster, Pipeline, Stage
 from omni_actors.config.devices import VISIBLE, DeviceLayoutError, configured_devices, stage_layout, visible_devices
 from omni_actors.errors import ConfigError, RayUnavailable
 from omni_actors.protocol.messages import Address
+
+HELD_S: Final = 30.0
+"""Seconds that opening waits for devices which agents of other systems hold."""
+LOOK_S: Final = 1.0
 
 
 @asynccontextmanager
@@ -46,6 +53,7 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
         here = next((node for node in ray.nodes if node.is_parents), None)
         if here is None:
             raise RayUnavailable(address, "this machine is not one of its nodes now")
+        await _wait_for_devices(pipeline, ray)
         nodes = [_node(pipeline, node, is_parents=node.is_parents and address != LOCAL) for node in ray.nodes]
         if address == LOCAL:
             nodes.insert(0, Node(name=PARENT, cpus=float(len(os.sched_getaffinity(0)))))
@@ -85,6 +93,25 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
 
             ray.on_found = on_found
             yield spawner
+
+
+async def _wait_for_devices(pipeline: Pipeline, ray: RayAgents) -> None:
+    """Wait for devices that agents of other systems hold: if one has just been killed, they end by themselves."""
+    theirs, waits = set[str](), False
+    with trio.move_on_after(HELD_S):
+        while True:
+            theirs |= await ray.look()
+            held = [node.name for node in ray.nodes if node.name in theirs and _lacks_devices(pipeline, node)]
+            if not held:
+                return
+            if not waits:
+                log_events.record(log_events.DevicesAwaited(nodes=tuple(held), at_most_s=HELD_S))
+                waits = True
+            await trio.sleep(LOOK_S)
+
+
+def _lacks_devices(pipeline: Pipeline, node: RayNode) -> bool:
+    return node.free_gpus < min(node.gpus, most_devices(pipeline, Node(name=node.name, labels=node.labels)))
 
 
 def plan_again(pipeline: Pipeline, places: Placements) -> None:

@@ -37,7 +37,7 @@ from typing import Any, Final
 import msgspec
 import ray
 from ray._private import auto_init_hook
-from ray._private.state import available_resources_per_node
+from ray._private.state import actors, available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -49,6 +49,7 @@ from omni_actors.cluster.ray_messages import (
     Ended,
     Failed,
     Found,
+    Look,
     News,
     Obeyed,
     Order,
@@ -204,6 +205,18 @@ class Helper:
             case StopAgent(number):
                 if (actor := self._actors.pop(number, None)) is not None:
                     ray.kill(actor)
+            case Look():
+                tell(Found(self.nodes(), self._nodes_of_others()))
+
+    def _nodes_of_others(self) -> list[str]:
+        """Return the ids of nodes with agents of other helpers. One that was killed has left its agents behind."""
+        list_actors: Any = actors  # untyped
+        mine = ray.get_runtime_context().get_job_id()
+        return [
+            actor["Address"]["NodeID"]
+            for actor in list_actors(actor_state_name="ALIVE").values()
+            if actor["ActorClassName"] == AgentActor.__name__ and actor["JobID"] != mine
+        ]
 
     def _now(self, node: RayNode) -> RayNode | None:
         """Return a node as it is now, or None if it is not in Ray. Ends the helper if its own is not (rule 5).

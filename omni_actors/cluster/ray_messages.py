@@ -49,6 +49,10 @@ class StopAgent(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Tell which nodes there are now, and which have agents of other helpers."""
+
+
 class Started(msgspec.Struct, frozen=True, tag=True):
     """The helper is connected with Ray, which has these nodes."""
 
@@ -56,9 +60,10 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
-    """Ray has these nodes now. Told again and again."""
+    """Ray has these nodes now. Told again and again. agents: ids of those with agents of other helpers, if asked."""
 
     nodes: list[RayNode]
+    agents: list[str] | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -81,5 +86,5 @@ class Obeyed(msgspec.Struct, frozen=True, tag=True):
     why: str | None = None
 
 
-Order: TypeAlias = StartAgent | StopAgent
+Order: TypeAlias = StartAgent | StopAgent | Look
 News: TypeAlias = Started | Found | Failed | Ended | Obeyed

@@ -36,6 +36,7 @@ from omni_actors.cluster.ray_messages import (
     Ended,
     Failed,
     Found,
+    Look,
     News,
     Obeyed,
     Order,
@@ -78,21 +79,31 @@ class RayAgents:
         self._nodes: dict[str, RayNode] = {}
         self._seen: dict[str, float] = {}
         """When each node was in Ray last, by trio's clock."""
+        self._others: list[str] = []
+        """The ids of nodes with agents of other helpers, when they were looked for last."""
         self._ends: dict[int, trio.MemorySendChannel[Ended]] = {}
         self.resources: Callable[[str], Resources] = lambda node: (0.0, 0.0)
         self.on_found: Callable[[Collection[str]], None] = lambda gone: None
 
     @property
     def nodes(self) -> list[RayNode]:
-        """All known nodes, as they were found first. Their names are unique."""
+        """All known nodes, as they were in Ray last. Their names are unique."""
         return [msgspec.structs.replace(node, name=name) for name, node in self._nodes.items()]
+
+    async def look(self) -> set[str]:
+        """Look at the nodes again. Return the names of those with agents of other systems, or of one that has ended."""
+        self._others = []
+        await self._order(Look())
+        return {name for name, node in self._nodes.items() if node.node_id in self._others}
 
     def forget(self, name: str) -> None:
         """Forget a node that has no agent."""
         del self._nodes[name], self._seen[name]
 
     def _find(self, alive: Iterable[RayNode]) -> None:
-        """Take new nodes in, and note which ones are in Ray."""
+        """Take new nodes in, and note which ones are in Ray, and what is free there."""
+        ids = {node.node_id: node for node in alive}
+        self._nodes |= {name: ids[node.node_id] for name, node in self._nodes.items() if node.node_id in ids}
         known = {(node.name, node.address) for node in self._nodes.values()}
         new = [node for node in alive if (node.name, node.address) not in known]
         self._nodes |= _by_unique_name(new, self._nodes)
@@ -169,6 +180,7 @@ class RayAgents:
                         send.send_nowait(news)
                 elif isinstance(news, Found):
                     self._find(news.nodes)
+                    self._others = self._others if news.agents is None else news.agents
                     gone_before = trio.current_time() - GONE_S
                     self.on_found([name for name, seen in self._seen.items() if seen <= gone_before])
                 elif isinstance(news, Obeyed):

@@ -6,8 +6,10 @@ import os
 import shutil
 import signal
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
@@ -238,8 +240,8 @@ async def test_a_system_goes_on_without_the_head(mortal_cluster: RayCluster) -> 
         assert generation_of(on.omni, "first") == 1
 
 
-async def test_workers_get_the_devices_that_ray_gave_their_agent_and_none_of_another_job() -> None:
-    """The devices are claimed: this machine needs none."""
+def with_devices() -> Pipeline:
+    """Two workers on a node "g", each with a device. The devices are claimed: this machine needs none."""
     stage = Stage(
         engine="tests.cluster.device_engine:without_devices",
         accepts=("script",),
@@ -248,7 +250,11 @@ async def test_workers_get_the_devices_that_ray_gave_their_agent_and_none_of_ano
         replicas=2,
         autoscale=Autoscale(max=2),
     )
-    pipeline = Pipeline(name="devices", stages={"only": stage}, cluster=Cluster(nodes={"only": "g"}))
+    return Pipeline(name="devices", stages={"only": stage}, cluster=Cluster(nodes={"only": "g"}))
+
+
+async def test_workers_get_the_devices_that_ray_gave_their_agent_and_none_of_another_job() -> None:
+    pipeline = with_devices()
     with ray_cluster("g:4:1") as cluster:
         async with OmniSystem.open(pipeline, cluster=cluster.address) as omni:
             workers = [psutil.Process(pid_of(omni, "only", replica)) for replica in range(2)]
@@ -256,12 +262,53 @@ async def test_workers_get_the_devices_that_ray_gave_their_agent_and_none_of_ano
             [taken] = cluster.taken["g"]
             assert len(found) == len({*found, taken}) - 1 == 2
             assert {*found} < {"0", "1", "2", "3"}
-        full = msgspec.structs.replace(stage, replicas=4, autoscale=None)
+        full = msgspec.structs.replace(pipeline.stages["only"], replicas=4, autoscale=None)
         with pytest.raises(NoPlace, match="no devices for another worker"):
             async with OmniSystem.open(
                 msgspec.structs.replace(pipeline, stages={"only": full}), cluster=cluster.address
             ):
                 pytest.fail("the block began")
+
+
+SERVER = """
+import sys
+import trio
+from omni_actors import OmniSystem
+from tests.cluster.test_ray import with_devices
+
+async def serve():
+    async with OmniSystem.open(with_devices(), cluster=sys.argv[1]):
+        print("open", flush=True)
+        await trio.sleep_forever()
+
+trio.run(serve)
+"""
+
+
+async def test_a_system_gets_the_devices_of_its_predecessor_that_was_killed_with_its_helper() -> None:
+    """The agents of the first one end by themselves, some seconds later."""
+    with ray_cluster("g:2") as cluster, trio.fail_after(2 * WATCHDOG_S):
+        command = [sys.executable, "-c", SERVER, cluster.address]
+        process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        with killed_at_the_end(process.pid):
+            assert await process.stdout.receive_some() == b"open\n"
+        await process.stdout.aclose()
+        await process.wait()
+        async with OmniSystem.open(with_devices(), cluster=cluster.address) as omni:
+            workers = [psutil.Process(pid_of(omni, "only", replica)) for replica in range(2)]
+            assert {worker.environ()["CUDA_VISIBLE_DEVICES"] for worker in workers} == {"0", "1"}
+
+
+@contextmanager
+def killed_at_the_end(pid: int) -> Iterator[None]:
+    """Kill a process and its children, among them its helper, when the block ends."""
+    try:
+        yield
+    finally:
+        for each in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 async def test_an_agent_waits_for_nothing_that_another_job_holds() -> None:

@@ -14,12 +14,13 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors import OmniSystem
-from omni_actors.cluster import ray_nodes
+from omni_actors import OmniSystem, config
+from omni_actors.cluster import on_ray, ray_nodes
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.ray_messages import Failed, Found, News, Obeyed, RayNode, Started
 from omni_actors.cluster.ray_nodes import open_ray
 from omni_actors.errors import RayUnavailable
+from omni_actors.log_events import DevicesAwaited
 
 NODE = RayNode(
     node_id="1", name="a", address="127.0.0.1", cpus=1.0, free_cpus=1.0, gpus=0, free_gpus=0, labels=(), is_parents=True
@@ -129,6 +130,30 @@ async def test_a_node_that_joins_later_is_taken_in_and_one_that_has_left_is_repo
             assert "b" in gone
             ray.forget("b")
             assert [node.name for node in ray.nodes] == ["a", "b-2"]
+
+
+@pytest.mark.parametrize("freed", [True, False])
+async def test_opening_waits_for_devices_that_another_system_holds_and_no_longer_than_it_may(
+    helper: ScriptedHelper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, freed: bool
+) -> None:
+    monkeypatch.setattr(on_ray, "LOOK_S", 0.01)
+    if not freed:
+        monkeypatch.setattr(on_ray, "HELD_S", 0.1)
+    pipeline = config.load("echo", {"stages.first.device": "cuda", "cluster": {"nodes": {"first": "g"}}})
+    held = msgspec.structs.replace(NODE, node_id="2", name="g", gpus=1, is_parents=False)
+    looks = say(Found([NODE, held]))  # told again and again
+    waits = f"read order; {say(Found([NODE, held], agents=['2']))}; {looks}; {say(Obeyed())}"
+    ended = (
+        f"read order; {say(Found([NODE, held], agents=[]))}; {say(Obeyed())}"  # Ray says a moment later what is free
+    )
+    free = f"read order; {say(Found([NODE, msgspec.structs.replace(held, free_gpus=1)]))}; {say(Obeyed())}"
+    helper.write(say(Started([NODE, held])), *([waits, ended, free] if freed else [f"while true; do {waits}; done"]))
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
+            await on_ray._wait_for_devices(pipeline, ray)
+            assert {node.name: node.free_gpus for node in ray.nodes}["g"] == freed
+    events = [event for each in caplog.records if isinstance(event := each.__dict__.get("event"), DevicesAwaited)]
+    assert [event.nodes for event in events] == [("g",)]
 
 
 async def test_a_helper_that_says_what_cannot_be_read_is_killed_and_replaced(helper: ScriptedHelper) -> None:
