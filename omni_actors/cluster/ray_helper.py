@@ -71,9 +71,10 @@ NODE_ID: Final = "ray.io/node-id"
 LOCAL_OPTIONS: Final[dict[str, Any]] = {
     "object_store_memory": 80 << 20,
     "include_dashboard": False,
-    "_system_config": {"worker_niceness": 0},
+    "_system_config": {"worker_niceness": 0, "memory_monitor_refresh_ms": 0},
 }
-"""Options of a Ray that is started here: no data goes through its object store, and rule 3 needs no right."""
+"""Options of a Ray that is started here: no data goes through its object store, and rule 3 needs no right. When memory
+is short, Ray's monitor would kill the agent, and all workers with it, whichever of them has the memory."""
 
 _news_lock = threading.Lock()
 _news_fd = os.dup(1)

@@ -47,6 +47,8 @@ from tests.support.echo_systems import generation_of, pid_of, read, until, wait_
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 LEASE_S = 4.0
 WATCHDOG_S = 90.0
+MONITORED_S = 5.0
+"""Ray looks at the memory four times a second, unless it is told not to."""
 NODES: dict[str, str | Sequence[str]] = {"first": ("n1", "n2"), "second": ("n2", "n1")}
 
 
@@ -345,6 +347,18 @@ async def test_a_ray_that_was_started_here_leaves_no_file_and_has_tls_where_the_
         assert not files_in(directory)
     finally:
         shutil.rmtree(directory)
+
+
+async def test_a_ray_that_was_started_here_kills_no_agent_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is always short here, by what Ray is told."""
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.0001")
+    placed = {"cluster": {"spread": ["first"]}, "stages.first.replicas": 2}
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open("echo", cluster="local", overrides=placed) as omni:
+            assert isinstance(omni._cluster, ClusterSpawner)
+            [agent] = omni._cluster.agents.values()
+            await trio.sleep(MONITORED_S)
+            assert (agent.lost, agent.state().state) == (None, "alive")
 
 
 def files_in(directory: Path) -> list[str]:
