@@ -150,8 +150,9 @@ class Session:
             response.fail(Aborted("the server is shutting down"))
 
     def _end(self, code: int | None) -> None:
-        """End the session. code: with which the WebSocket is closed; None: the client has gone."""
-        self._close_code = code
+        """End the session. code: with which the WebSocket is closed, unless the client has gone; None: it has."""
+        if self._close_code is not None:
+            self._close_code = code
         assert self._nursery is not None
         self._nursery.cancel_scope.cancel()
 
