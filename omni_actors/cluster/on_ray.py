@@ -53,7 +53,7 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
         here = next((node for node in ray.nodes if node.is_parents), None)
         if here is None:
             raise RayUnavailable(address, "this machine is not one of its nodes now")
-        await _wait_for_devices(pipeline, ray)
+        await _wait_for_devices(pipeline, ray, parents_too=address == LOCAL)
         nodes = [_node(pipeline, node, is_parents=node.is_parents and address != LOCAL) for node in ray.nodes]
         if address == LOCAL:
             nodes.insert(0, Node(name=PARENT, cpus=float(len(os.sched_getaffinity(0)))))
@@ -78,33 +78,44 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
             transport=settings.transport,
             replan=replan,
         ) as spawner:
+            kinds = {node.name: (node.labels, node.gpus) for node in ray.nodes}
 
             def on_found(gone: Collection[str]) -> None:
                 for name in gone:
                     if spawner.remove(name):
                         ray.forget(name)
                 for found in ray.nodes:
-                    if found.name not in spawner.nodes():
-                        node = _node(pipeline, found, is_parents=False)
-                        waiting = [each for each in first_workers(pipeline) if places.of(each) is None]
-                        here = [each for each in waiting if _may_have(pipeline, node, each.stage)]
-                        reserved[node.name] = _resources(pipeline, node, here)
-                        spawner.add(node)
+                    is_known, kind = found.name in spawner.nodes(), (found.labels, found.gpus)
+                    if is_known and (kinds[found.name] == kind or not spawner.remove(found.name)):
+                        continue  # a node that came back with other labels or devices is a new one
+                    kinds[found.name] = kind
+                    node = _node(pipeline, found, is_parents=False)
+                    waiting = [each for each in first_workers(pipeline) if places.of(each) is None]
+                    here = [each for each in waiting if _may_have(pipeline, node, each.stage)]
+                    reserved[node.name] = _resources(pipeline, node, here)
+                    spawner.add(node)
 
             ray.on_found = on_found
             yield spawner
 
 
-async def _wait_for_devices(pipeline: Pipeline, ray: RayAgents) -> None:
-    """Wait for devices that agents of other systems hold: if one has just been killed, they end by themselves."""
-    theirs, waits = set[str](), False
+async def _wait_for_devices(pipeline: Pipeline, ray: RayAgents, *, parents_too: bool) -> None:
+    """Wait for devices that agents of other systems hold: if one has just been killed, they end by themselves.
+
+    If devices are missing, Ray is looked at twice: it says some moments after an agent's end what is free.
+    parents_too: whether an agent is to run on the parent's node.
+    """
+    theirs, looks, waits = set[str](), 0, False
     with trio.move_on_after(HELD_S):
         while True:
             theirs |= await ray.look()
-            held = [node.name for node in ray.nodes if node.name in theirs and _lacks_devices(pipeline, node)]
-            if not held:
+            looks += 1
+            others = [node for node in ray.nodes if parents_too or not node.is_parents]
+            lacking = [node.name for node in others if _lacks_devices(pipeline, node)]
+            held = [name for name in lacking if name in theirs]
+            if not lacking or (not held and looks > 1):
                 return
-            if not waits:
+            if held and not waits:
                 log_events.record(log_events.DevicesAwaited(nodes=tuple(held), at_most_s=HELD_S))
                 waits = True
             await trio.sleep(LOOK_S)

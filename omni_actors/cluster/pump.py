@@ -68,7 +68,7 @@ class Pump:
         silent_s: float = 15.0,
         handshake_s: float = 5.0,
     ) -> None:
-        """Raises OSError (the address is not this node's, no descriptors), ValueError (host, a short secret)."""
+        """Raises OSError (not this node's address, no descriptors, no thread), ValueError (host, a short secret)."""
         self._on_lost, self._silent_s, self._sign_s = on_lost, silent_s, silent_s / 5
         self._transfers = transfers
         with ExitStack() as undo:
@@ -82,7 +82,8 @@ class Pump:
             self._accepting = Accepting(self._poller, host, secret, self._arrive, tls=tls, handshake_s=handshake_s)
             undo.callback(self._accepting.close)
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.pop_all()
+            undo.callback(os.close, self._wake_fd)
+            opened = undo.pop_all()
         self._dialing = Dialing(self._poller, secret, self._open, self._lose, tls=tls, handshake_s=handshake_s)
         self.address: Address = self._accepting.address
         """Where other nodes connect to."""
@@ -100,7 +101,11 @@ class Pump:
         if transfers is not None:
             transfers.watch(self._poller)
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # can't start new thread
+            opened.close()
+            raise OSError(str(error)) from error
 
     def send(self, link_id: int, consumer: Consumer, address: Address) -> None:
         """Connect to another node's pump, and carry the records out of a ring to the end that it has for ``link_id``.

@@ -163,6 +163,7 @@ class Helper:
         list_nodes: Any = ray.nodes  # untyped
         mine = ray.get_runtime_context().get_node_id()
         list_free: Any = available_resources_per_node  # untyped
+        listed = list_nodes()  # before the rest: a node that joins in between would have nothing free
         free = list_free()
         return [
             RayNode(
@@ -176,7 +177,7 @@ class Helper:
                 labels=_labels(node.get("Labels", {})),
                 is_parents=node["NodeID"] == mine,
             )
-            for node in list_nodes()
+            for node in listed
             if node["Alive"]
         ]
 

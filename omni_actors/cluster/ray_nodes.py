@@ -7,8 +7,9 @@ Rules
    agent that has returned has surely ended.
 3. An order to the helper has ``ORDER_S`` seconds: a helper that has not carried it out by then is killed. Ray may keep
    it waiting for a head that is gone.
-4. A node that Ray has later is taken in. One that has left Ray stays known, since it may come back, and since a helper
-   may come before the nodes of a new head. After ``GONE_S`` it may be forgotten, and is a new one if it comes back.
+4. A node that Ray has later is taken in, while a helper runs; if none does, one is started after ``RECONNECT_S``. A
+   node that has left Ray stays known, since it may come back, and since a helper may come before the nodes of a new
+   head. After ``GONE_S`` it may be forgotten, and is a new one if it comes back.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ ORDER_S: Final = 20.0
 """Seconds in which the helper must carry out an order."""
 GONE_S: Final = 600.0
 """Seconds after which a node that has left Ray is not expected back."""
+RECONNECT_S: Final = 30.0
 _HEAD: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:/\s]+):\d{1,5}")
 Resources: TypeAlias = tuple[float, float]
 """CPUs and GPUs."""
@@ -103,7 +105,9 @@ class RayAgents:
     def _find(self, alive: Iterable[RayNode]) -> None:
         """Take new nodes in, and note which ones are in Ray, and what is free there."""
         ids = {node.node_id: node for node in alive}
-        self._nodes |= {name: ids[node.node_id] for name, node in self._nodes.items() if node.node_id in ids}
+        places = {(node.name, node.address): node for node in alive}
+        for name, node in self._nodes.items():
+            self._nodes[name] = ids.get(node.node_id) or places.get((node.name, node.address), node)
         known = {(node.name, node.address) for node in self._nodes.values()}
         new = [node for node in alive if (node.name, node.address) not in known]
         self._nodes |= _by_unique_name(new, self._nodes)
@@ -150,6 +154,13 @@ class RayAgents:
                 raise RayUnavailable(self._address, first.why)
             process.kill()
             raise RayUnavailable(self._address, f"Ray did not answer within {HELPER_S:g} s")
+
+    async def reconnect(self) -> None:
+        """Start a helper again whenever one has ended, until cancelled: without one, no node that joins is seen."""
+        while True:
+            await trio.sleep(RECONNECT_S)
+            with suppress(RayUnavailable):
+                await self.connect()
 
     async def _order(self, order: Order) -> str | None:
         """Have the helper carry out an order; return why it has not. Not cancelled: it has a time limit."""
@@ -262,4 +273,5 @@ async def open_ray(address: str) -> AsyncIterator[RayAgents]:
     async with open_shielded_nursery() as nursery:
         agents = RayAgents(address, nursery)
         await agents.connect()
+        nursery.start_soon(agents.reconnect)
         yield agents

@@ -79,7 +79,7 @@ async def test_an_agent_whose_nixl_starts_late_keeps_its_lease_and_says_what_fai
 ) -> None:
     """The package takes longer than a lease until it fails. The parent needs none here."""
     monkeypatch.setattr(spawner, "Transfers", lambda: None)
-    late = f"import time; time.sleep({2 * LEASE_S}); raise ImportError('libcudart.so is missing')"
+    late = f"import time; time.sleep({1.25 * LEASE_S}); raise ImportError('libcudart.so is missing')"
     (tmp_path / f"{PACKAGE}.py").write_text(late)
     agents = SubprocessAgents({"a": ["env", f"PYTHONPATH={tmp_path}:{Path(__file__).parents[2]}"]})
     with pytest.raises(ClusterUnavailable, match=r"'a' cannot be used: NIXL .*: ImportError: libcudart\.so is"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,7 @@ from omni_actors.cluster.ray_messages import Failed, Found, News, Obeyed, RayNod
 from omni_actors.cluster.ray_nodes import open_ray
 from omni_actors.errors import RayUnavailable
 from omni_actors.log_events import DevicesAwaited
+from tests.support.echo_systems import until
 
 NODE = RayNode(
     node_id="1", name="a", address="127.0.0.1", cpus=1.0, free_cpus=1.0, gpus=0, free_gpus=0, labels=(), is_parents=True
@@ -132,6 +134,20 @@ async def test_a_node_that_joins_later_is_taken_in_and_one_that_has_left_is_repo
             assert [node.name for node in ray.nodes] == ["a", "b-2"]
 
 
+async def test_a_helper_that_has_ended_is_replaced_so_that_later_nodes_are_seen(
+    helper: ScriptedHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_nodes, "RECONNECT_S", 0.01)
+    later = msgspec.structs.replace(NODE, node_id="2", name="later", address="10.0.0.2", is_parents=False)
+    helper.write(say(Started([NODE])), "read end")
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
+            helper.write(say(Started([NODE, later])), "read end")
+            os.kill(helper.pids[0], signal.SIGKILL)
+            await until(lambda: len(ray.nodes) == 2)
+            assert [node.name for node in ray.nodes] == ["a", "later"]
+
+
 @pytest.mark.parametrize("freed", [True, False])
 async def test_opening_waits_for_devices_that_another_system_holds_and_no_longer_than_it_may(
     helper: ScriptedHelper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, freed: bool
@@ -147,10 +163,10 @@ async def test_opening_waits_for_devices_that_another_system_holds_and_no_longer
         f"read order; {say(Found([NODE, held], agents=[]))}; {say(Obeyed())}"  # Ray says a moment later what is free
     )
     free = f"read order; {say(Found([NODE, msgspec.structs.replace(held, free_gpus=1)]))}; {say(Obeyed())}"
-    helper.write(say(Started([NODE, held])), *([waits, ended, free] if freed else [f"while true; do {waits}; done"]))
+    helper.write(say(Started([NODE, held])), *([waits, ended, free] if freed else [f"while {waits}; do true; done"]))
     with trio.fail_after(WATCHDOG_S):
         async with open_ray(ADDRESS) as ray:
-            await on_ray._wait_for_devices(pipeline, ray)
+            await on_ray._wait_for_devices(pipeline, ray, parents_too=False)
             assert {node.name: node.free_gpus for node in ray.nodes}["g"] == freed
     events = [event for each in caplog.records if isinstance(event := each.__dict__.get("event"), DevicesAwaited)]
     assert [event.nodes for event in events] == [("g",)]

@@ -143,17 +143,24 @@ class _Talk:
                 if line is not None and line.startswith("/") and self._has_commands:
                     await execute(session, line)
                 elif (line or "").strip() or session.conversation.attached:
-                    await session.ask((line or "").strip())
-                was_refused = False
+                    was_refused = await self._ask(session, (line or "").strip())
             except Quit:
                 return
             except OmniError as error:
                 self._report(error)
-                was_refused = isinstance(error, ServerError)
-                if was_refused and (files := session.conversation.files()):
-                    notes.print(clean(f"sent with each message: {files}; {DETACH}"), style="dim")
             if line is None:
                 return
+
+    async def _ask(self, session: Session, text: str) -> bool:
+        """Ask, and return whether the server refused the message. Raises OmniError."""
+        try:
+            await session.ask(text)
+        except ServerError as error:
+            self._report(error)
+            if files := session.conversation.files():
+                notes.print(clean(f"sent with each message: {files}; {DETACH}"), style="dim")
+            return True
+        return False
 
     def _report(self, error: OmniError) -> None:
         self.has_failed = True

@@ -342,7 +342,7 @@ async def chat_messages(
 
 
 def join_neighbours(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation in which no two messages in a row have the same role, but the outputs of calls.
+    """Join messages of one role in a row, but the outputs of calls, and a call and a text of the assistant behind it.
 
     Some chat templates refuse any other. An answer that was cut before its first word leaves two messages of the user,
     for example.

@@ -118,6 +118,7 @@ WebSocket.prototype.send = function (data) {{
 
 @pytest.mark.voice
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # the pipeline and the stage load in it
 def test_a_spoken_question_is_answered_although_a_stage_dies(start: Start, tmp_path: Path) -> None:
     with start("-s", "stages.llm.threads=1", config="voice") as voice:
         microphone = tmp_path / "question.wav"
@@ -129,8 +130,8 @@ def test_a_spoken_question_is_answered_although_a_stage_dies(start: Start, tmp_p
             page.evaluate(f"(() => {{ {SHORTEN} }})()")
             page.click("#hands-free")
             page.wait("document.querySelector('.message.assistant .said')?.innerText.match(/[.] +[A-Za-z]+ +[A-Za-z]/)")
-            # The text stands still in the second sentence. So the first one can be heard, and acoustic, which waits for
-            # the rest, is certainly not done when it is killed.
+            # The text stands still in the second sentence, unless the browser came too late. So the first one can be
+            # heard, and acoustic, which waits for the rest, is not done when it is killed.
             os.kill(llm, signal.SIGSTOP)
             try:
                 page.wait("document.querySelector('.message.assistant .w.heard')")
@@ -141,7 +142,6 @@ def test_a_spoken_question_is_answered_although_a_stage_dies(start: Start, tmp_p
             assert "sky" in said(page, "user")
             assert said(page).split() == typed_answer(voice, said(page, "user")).split()
             page.wait("!document.querySelector('.message.assistant .w:not(.heard)')")
-            page.wait("document.querySelector('.requests [data-kind=resume]')")
             assert page.errors == []
         assert voice.replica("acoustic")["history"][0]["signal"] == "SIGKILL"
 

@@ -197,7 +197,14 @@ def attack(port: int, seed: int, *, leaves_early: bool = False, within_s: float 
     seen: Counter[str] = Counter()
     url = f"ws://127.0.0.1:{port}/v1/realtime"
     # A client that broke off in the middle of a frame gets no answer to its close frame, or to a ping.
-    options: Any = {"compression": None, "max_size": None, "open_timeout": WATCHDOG_S, "ping_interval": None}
+    # Frames that wait unread would hide the close frame.
+    options: Any = {
+        "compression": None,
+        "max_size": None,
+        "max_queue": None,
+        "open_timeout": WATCHDOG_S,
+        "ping_interval": None,
+    }
     with connect(url, close_timeout=0.1, **options) as websocket:
         done: list[Action] = []
         most = rng.randrange(1, 10)
@@ -247,7 +254,7 @@ def run(server: Server, seeds: range) -> None:
     process = psutil.Process(server.process.pid)
     with session(server) as talk:  # loads the model of ``semantic_vad``
         talk.send("session.update", session={"type": "realtime", "audio": {"input": {"turn_detection": SEMANTIC}}})
-        for event in (speech(), SILENCE):
+        for event in (speech(), SILENCE, SILENCE, SILENCE):  # where it finds the sentence unfinished, it waits for 2 s
             talk.websocket.send(json.dumps(event))
         talk.until("response.done")
     half = len(seeds) // 2

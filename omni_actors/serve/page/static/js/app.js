@@ -132,6 +132,7 @@ async function loadFacts(place) {
       return await (await call("/page/facts")).json();
     } catch (error) {
       if (error.status === 401) {
+        place.removeAttribute("aria-busy");
         await new Promise((onKey) => render(html`<${KeyPrompt} onKey=${onKey} />`, place));
         continue;
       }

@@ -9,6 +9,7 @@ const PIECE_MS = 40; // of the microphone
 const SHOWN_MS = 200; // how often the length of a turn is shown
 const KEPT_PEAKS = 1200; // of the microphone: more than the waveform shows
 const KEPT_SPEECH = 20;
+const ANSWER_MS = 5000; // the longest wait for why a session was refused
 const SHORTEST_MS = 100; // the server refuses a shorter turn
 const NOTHING_TO_CANCEL = "response_cancel_not_active"; // the code of an error
 const EXPIRED = "session_expired"; // the code of the error after which the server closes the session
@@ -65,7 +66,7 @@ class Session {
   // no place of the server, tells whether it is there, accepts the key, and has the model.
   async refusal() {
     try {
-      await call(`/v1/models/${encodeURIComponent(this.model)}`);
+      await call(`/v1/models/${encodeURIComponent(this.model)}`, { signal: AbortSignal.timeout(ANSWER_MS) });
       return "the server opens no session: it may have no place for another";
     } catch (error) {
       return error.status === 401 ? "the server does not accept the key" : error.message;
