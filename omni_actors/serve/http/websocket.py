@@ -67,7 +67,7 @@ class WebSocket:
     Args:
         sock: the connection.
         exchange: the request. Its response is the handshake, or what refuses the connection.
-        max_message_bytes: the limit of a message, in bytes, or in characters of text.
+        max_message_bytes: the limit of a message, in bytes; of text in UTF-8.
     """
 
     def __init__(self, sock: BufferedSocket, exchange: Exchange, *, max_message_bytes: int) -> None:
@@ -97,6 +97,7 @@ class WebSocket:
         self._arrivals = 0
         """How often data has arrived."""
         self._partial: io.StringIO | io.BytesIO | None = None
+        self._partial_bytes = 0
         """The beginning of a message whose end has not arrived."""
 
     async def run(self, app: ASGIApp) -> None:
@@ -228,7 +229,9 @@ class WebSocket:
         """Add a part of a message, and give a complete message to the application. Raises OSError: it is too large."""
         if self._partial is None:
             self._partial = io.StringIO() if isinstance(event, events.TextMessage) else io.BytesIO()
-        if self._partial.tell() + len(event.data) > self._max_message_bytes:
+            self._partial_bytes = 0
+        self._partial_bytes += len(event.data.encode() if isinstance(event, events.TextMessage) else event.data)
+        if self._partial_bytes > self._max_message_bytes:
             self._partial = None
             await self._close(CloseReason.MESSAGE_TOO_BIG, f"a message is larger than {self._max_message_bytes} bytes")
             raise BrokenPipeError("the WebSocket has ended")

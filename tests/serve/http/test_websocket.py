@@ -116,6 +116,22 @@ async def test_data_behind_the_end_of_the_connection_is_discarded(
     assert not caplog.records
 
 
+async def test_the_limit_of_a_text_counts_its_bytes_in_utf_8(server: Server) -> None:
+    async with connected(server, "/echo") as client:
+        fits, too_large = "\u00e9" * (MAX_MESSAGE_BYTES // 2), "\u00e9" * (MAX_MESSAGE_BYTES // 2 + 1)
+        await client.send(events.TextMessage(fits))
+        echoed = ""
+        while len(echoed) < len(fits):
+            part = await client.receive()
+            assert isinstance(part, events.TextMessage)
+            echoed += part.data
+        assert echoed == fits
+        await client.send(events.TextMessage(too_large))
+        found = await client.receive()
+        assert isinstance(found, events.CloseConnection)
+        assert found.code == 1009
+
+
 @pytest.mark.parametrize("fragments", [1, 1000])
 async def test_a_message_is_refused_when_it_exceeds_the_limit_and_not_when_it_is_complete(
     server: Server, fragments: int
