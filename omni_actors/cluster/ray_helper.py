@@ -223,13 +223,14 @@ class Helper:
     def _now(self, node: RayNode) -> RayNode | None:
         """Return a node as it is now, or None if it is not in Ray. Ends the helper if its own is not (rule 5).
 
-        A node that has left Ray and come back has a new id, and its name and address.
+        A node that has left Ray and come back has a new id. One that has other labels or devices then is another node.
         """
         alive = self.nodes()
         if not any(each.is_parents for each in alive):
             self._end()
         same = [each for each in alive if each.node_id == node.node_id]
-        same += [each for each in alive if (each.name, each.address) == (node.name, node.address)]
+        kind = (node.name, node.address, node.labels, node.gpus)
+        same += [each for each in alive if (each.name, each.address, each.labels, each.gpus) == kind]
         return next(iter(same), None)
 
     def _ended(self, number: int, future: Any) -> None:

@@ -40,13 +40,13 @@ class RayCluster(NamedTuple):
     taken: dict[str, list[str]]
     process: subprocess.Popen[bytes]
 
-    def add(self, name: str) -> None:
-        """Let a further node join."""
+    def add(self, name: str, role: str = "compute") -> None:
+        """Let a further node join, or one that has left come back."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{name}\n".encode())
+        self.process.stdin.write(f"{name} {role}\n".encode())
         self.process.stdin.flush()
-        assert self.process.stdout.readline() == f"{name}\n".encode()
+        assert self.process.stdout.readline() == f"{name} {role}\n".encode()
 
 
 @contextmanager
@@ -112,11 +112,11 @@ def hold_devices(address: str, node_id: str, count: int, cpus: int) -> list[str]
 
 
 def main() -> None:
-    """Run the cluster until stdin ends. Each of its lines is the name of a node that is added."""
+    """Run the cluster until stdin ends. Each of its lines is the name and the role of a node that is added."""
     from ray.cluster_utils import Cluster
 
-    def of_node(name: str, gpus: int = 0) -> dict[str, Any]:
-        labels = {} if name == "head" else {"role": "compute"}
+    def of_node(name: str, gpus: int = 0, role: str = "compute") -> dict[str, Any]:
+        labels = {} if name == "head" else {"role": role}
         return {
             "num_cpus": 2,
             "num_gpus": gpus,
@@ -139,7 +139,8 @@ def main() -> None:
         json.dumps({"address": cluster.address, "raylets": raylets, "gcs": gcs, "taken": taken}), file=told, flush=True
     )
     for line in sys.stdin:
-        cluster.add_node(**of_node(line.strip()))
+        name, role = line.split()
+        cluster.add_node(**of_node(name, role=role))
         print(line, end="", file=told, flush=True)
     cluster.shutdown()
 

@@ -126,6 +126,8 @@ async def test_an_agent_without_its_connection_gives_its_resources_to_the_next_o
                 lambda lost=agent: on.spawner.agents["n1"] is not lost and on.spawner.nodes()["n1"].state == "alive"
             )
         check_exact(after := ask_long(on.omni), await read(after))
+    async with open_ray(cluster.address) as ray:
+        await until(lambda: all(node.free_cpus == node.cpus == 2.0 for node in ray.nodes))
 
 
 async def test_agents_and_workers_have_no_lower_priority_than_other_programs(cluster: RayCluster) -> None:
@@ -227,6 +229,21 @@ async def test_a_node_that_joins_later_takes_the_place_of_one_that_has_left(monk
             monkeypatch.setattr(ray_nodes, "GONE_S", 0.0)
             await until(lambda: "n1" not in omni.health().nodes)
             assert omni.health().nodes["n2"].state == "alive"
+
+
+async def test_a_node_that_comes_back_has_the_labels_that_it_has_then() -> None:
+    placed = {"cluster": {"nodes": {"first": "role=compute"}, "lease_s": LEASE_S}}
+    with ray_cluster("n1") as cluster, trio.fail_after(2 * WATCHDOG_S):
+        async with OmniSystem.open("echo", cluster=cluster.address, overrides=placed) as omni:
+            os.kill(cluster.raylets["n1"], signal.SIGKILL)
+            await until(lambda: omni.health().nodes["n1"].state == "fenced")
+            await trio.to_thread.run_sync(cluster.add, "n1", "other")
+            await until(lambda: omni.health().nodes["n1"].state == "alive")
+            assert "role=compute" in omni.health().stages["first"][0].note
+            await trio.to_thread.run_sync(cluster.add, "n2")
+            outputs = [output async for output in omni.generate("hello")]
+            assert outputs[0].delta == "hello"
+            assert [each.node for each in omni.health().stages["first"]] == ["n2"]
 
 
 async def test_a_system_goes_on_without_the_head(mortal_cluster: RayCluster) -> None:

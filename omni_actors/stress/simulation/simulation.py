@@ -236,6 +236,7 @@ class Simulation(trio.abc.Instrument):
             for request in self._client.open:
                 request.aborted = True  # closing the system aborts it
             closing = trio.current_time()
+        self._watch.look()  # a death that was reported meanwhile may be why a request has ended
         return trio.current_time() - closing
 
     def _note_death(self, death: judge.ObservedDeath) -> None:
