@@ -50,6 +50,8 @@ class Heard(NamedTuple):
     sound: np.ndarray[Any, np.dtype[np.float32]]
     journals: dict[str, tuple[Decisions, ...]]
     """Of each stage, one entry per chunk."""
+    finish_reason: str | None
+    """Of the text, if there is one."""
     outputs: int
     replays: int
     killed: bool
@@ -97,8 +99,10 @@ async def hear(omni: OmniSystem, *stages: str, at: int = 0, **asked: Any) -> Hea
     assert metrics is not None
     modalities = {output.modality for output in outputs}
     texts = {each: text_of([output for output in outputs if output.modality == each]) for each in modalities}
+    reasons = [output.data["finish_reason"] for output in outputs if "finish_reason" in output.data]
     return Heard(
         texts=texts,
+        finish_reason=reasons[-1] if reasons else None,
         sound=sound_of(outputs),
         journals=journals,
         outputs=len(outputs),
