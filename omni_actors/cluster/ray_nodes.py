@@ -111,8 +111,7 @@ class RayAgents:
         known = {(node.name, node.address) for node in self._nodes.values()}
         new = [node for node in alive if (node.name, node.address) not in known]
         self._nodes |= _by_unique_name(new, self._nodes)
-        here = {(node.name, node.address) for node in alive}
-        present = [name for name, node in self._nodes.items() if (node.name, node.address) in here]
+        present = [name for name, node in self._nodes.items() if (node.name, node.address) in places]
         self._seen |= dict.fromkeys(present, trio.current_time())
 
     async def run(self, node: str, settings: AgentSettings) -> AgentEnd:

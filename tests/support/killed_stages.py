@@ -51,7 +51,7 @@ class Heard(NamedTuple):
     journals: dict[str, tuple[Decisions, ...]]
     """Of each stage, one entry per chunk."""
     finish_reason: str | None
-    """Of the text, if there is one."""
+    """Why the text ended ("stop" or "length"); None if the answer has no text."""
     outputs: int
     replays: int
     killed: bool

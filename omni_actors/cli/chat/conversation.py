@@ -14,7 +14,7 @@ from omni_actors.errors import OmniError
 SOUND_FORMATS = ("wav", "mp3", "flac", "ogg")
 """Formats of sound files in a conversation: OpenAI's, and two more of this project's server."""
 MAX_BYTES = 31 * 2**20
-"""Of a conversation to which a file is attached. A server accepts 32 MiB by default; the rest is for text."""
+"""The largest conversation, in bytes as it is sent, that a file may lead to. A server accepts 32 MiB by default."""
 DETACH = "/detach drops the files and keeps the text"
 
 

@@ -104,7 +104,7 @@ def test_push_to_talk_sends_what_the_microphone_hears(studio: Server) -> None:
 
 SPOKEN = "Why is the sky blue?"
 MOST_TOKENS = 60
-"""Of the answer: more than its first sentence has, and few enough that all of it is heard in 20 s."""
+"""The answer ends after so many tokens. Its first sentence has fewer, and all of it is heard within 20 s."""
 SHORTEN = f"""
 const {{send}} = WebSocket.prototype;
 WebSocket.prototype.send = function (data) {{
