@@ -12,6 +12,7 @@ Rules
 
 from __future__ import annotations
 
+import bisect
 import re
 from typing import Any
 
@@ -23,7 +24,7 @@ LETTERS_PER_S = 24.0
 _FRAME_S = 0.02
 _AUDIBLE = 0.01
 """The RMS of a frame that carries speech, of a full scale of 1: -40 dB."""
-_WORD = re.compile(r"\S+")
+_WORD, _SPACE = re.compile(r"\S+"), re.compile(r"\s")
 
 
 class _Sentence(msgspec.Struct):
@@ -32,12 +33,15 @@ class _Sentence(msgspec.Struct):
     text: str | None
     first_frame: int
     frames: int = 0
+    end: int = 0
+    """Where its words end in the answer's text. Set when the sentence is over."""
 
 
 class SpokenAnswer:
     """Relates the text of one answer to its sound. Add both as they arrive, in order.
 
-    It keeps the text, and one byte for each 20 ms of sound.
+    It keeps the text, one byte for each 20 ms of sound, and the sentences. A sentence that is over is searched in the
+    text once.
     """
 
     def __init__(self) -> None:
@@ -47,6 +51,10 @@ class SpokenAnswer:
         self._rest = np.empty(0, np.float32)
         self._rate = 0
         self._sentences: list[_Sentence] = []
+        self._over = 0
+        """How many sentences are over: a later one has been heard."""
+        self._letters, self._frames = LETTERS_PER_S, round(1 / _FRAME_S)
+        """The letters and the audible frames of those, and of one second at the usual pace (rule 3)."""
         self._complete = False
 
     @property
@@ -91,24 +99,28 @@ class SpokenAnswer:
         played = int(played_ms / 1000 / _FRAME_S)
         if self._complete and played >= len(self._audible):
             return self._text
-        letters, audible = LETTERS_PER_S, round(1 / _FRAME_S)
-        end = 0
-        for number, sentence in enumerate(self._sentences):
-            if sentence.first_frame >= played:
-                break
-            start, stop = self._place(sentence, end)
-            text = self._text[start:stop]
-            is_whole = self._complete or number + 1 < len(self._sentences)
-            if is_whole:
-                letters, audible = letters + _letters(text), audible + self._audible_in(sentence)
-            rate = None if is_whole else letters / audible
-            end = max(end, start + self._heard_of(sentence, text, played, rate))
-        return self._text[:end]
+        number = bisect.bisect_left(self._sentences, played, key=lambda sentence: sentence.first_frame) - 1
+        if number < 0:
+            return ""
+        for sentence in self._sentences[self._over : number]:
+            self._end(sentence)
+        sentence, after = self._sentences[number], self._sentences[number - 1].end if number else 0
+        start, stop = self._place(sentence, after)
+        is_whole = self._complete or number + 1 < len(self._sentences)
+        rate = None if is_whole else self._letters / self._frames
+        return self._text[: max(after, start + self._heard_of(sentence, self._text[start:stop], played, rate))]
+
+    def _end(self, sentence: _Sentence) -> None:
+        """Settle where the next sentence ends that is over."""
+        start, sentence.end = self._place(sentence, self._sentences[self._over - 1].end if self._over else 0)
+        self._letters += _letters(self._text[start : sentence.end])
+        self._frames += self._audible_in(sentence)
+        self._over += 1
 
     def _audible_in(self, sentence: _Sentence, until: int | None = None) -> int:
         """Return how many frames of a sentence are audible. until: only those before this one count."""
         last = sentence.first_frame + sentence.frames
-        return sum(self._audible[sentence.first_frame : last if until is None else min(until, last)])
+        return self._audible.count(1, sentence.first_frame, last if until is None else min(until, last))
 
     def _place(self, sentence: _Sentence, after: int) -> tuple[int, int]:
         """Return where a sentence is in the text, at ``after`` or later, in whole words.
@@ -121,9 +133,9 @@ class SpokenAnswer:
         found = re.compile(r"[\W_]*".join(letters)).search(self._text, after) if letters else None
         if found is None:
             return after, after
-        words = [word for word in _WORD.finditer(self._text, after) if word.end() > found.start()]
-        last = next(word for word in words if word.end() >= found.end())
-        return words[0].start(), last.end()
+        start = max((space.end() for space in _SPACE.finditer(self._text, after, found.start())), default=after)
+        end = _SPACE.search(self._text, found.end())
+        return start, len(self._text) if end is None else end.start()
 
     def _heard_of(self, sentence: _Sentence, text: str, played: int, rate: float | None) -> int:
         """Return how many characters of a sentence were heard.

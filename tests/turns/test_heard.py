@@ -108,6 +108,32 @@ def test_more_sound_never_means_fewer_words(
     assert not is_finished or answer.heard(10**6) == answer.text
 
 
+@given(
+    sentences=st.lists(
+        st.tuples(st.text("ab, é", min_size=1, max_size=12), st.lists(st.integers(0, 9000), max_size=3)),
+        min_size=1,
+        max_size=6,
+    ),
+    asked=st.lists(st.floats(0, 3000), min_size=1, max_size=8),
+    is_finished=st.booleans(),
+)
+def test_what_was_heard_does_not_depend_on_earlier_questions(
+    sentences: list[tuple[str, list[int]]], asked: list[float], is_finished: bool
+) -> None:
+    often, once = SpokenAnswer(), SpokenAnswer()
+    for answer in (often, once):
+        answer.add_text(". ".join(text for text, _ in sentences))
+        for text, parts in sentences:
+            for number, samples in enumerate(parts):
+                answer.add_sound(np.full(samples, 0.1, np.float32), RATE, None if number else text)
+                if answer is often:
+                    for at in asked:
+                        answer.heard(at)
+        if is_finished:
+            answer.finish()
+    assert [often.heard(at) for at in asked] == [once.heard(at) for at in asked]
+
+
 @pytest.mark.voice
 @pytest.mark.slow
 def test_whisper_hears_the_same_words_to_one() -> None:

@@ -155,10 +155,11 @@ class JSONSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
 
 
 class AudioParams(msgspec.Struct, frozen=True):
-    """voice: see ``has_speakers``."""
+    """voice: see ``has_speakers``. word_timing: an extension, as in ``realtime.config.AudioOutput``; for streams."""
 
     format: Literal["wav", "mp3", "flac", "opus", "aac", "pcm16"] = "wav"
     voice: Any = None
+    word_timing: bool = False
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

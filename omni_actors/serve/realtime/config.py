@@ -87,9 +87,12 @@ class VoiceId(_Struct, frozen=True):
 
 
 class AudioOutput(_Struct, frozen=True):
+    """word_timing: an extension. Each event of sound says how much of the transcript has been heard by its end."""
+
     format: AudioFormat = PCM()
     voice: _Short | VoiceId | None = None
     speed: Annotated[float, Meta(ge=0.25, le=1.5)] = 1.0
+    word_timing: bool = False
 
 
 class Audio(_Struct, frozen=True):
@@ -191,11 +194,13 @@ def convert(given: Any, type: type[_T], place: str) -> _T:
 
 
 def to_wire(config: SessionConfig) -> dict[str, Any]:
-    """Return the configuration as it is sent."""
+    """Return the configuration as it is sent. Extensions of OpenAI's protocol are left out unless they are used."""
     found: dict[str, Any] = msgspec.to_builtins(config)
-    detection = found["audio"]["input"]["turn_detection"]
+    detection, output = found["audio"]["input"]["turn_detection"], found["audio"]["output"]
     if detection is not None and not detection["ignore_backchannels"]:
-        del detection["ignore_backchannels"]  # it is not of OpenAI's protocol
+        del detection["ignore_backchannels"]
+    if not output["word_timing"]:
+        del output["word_timing"]
     optional = ("parallel_tool_calls", "include", "prompt", "reasoning", "tracing")
     return {name: value for name, value in found.items() if name not in optional or value is not None}
 

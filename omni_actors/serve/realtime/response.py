@@ -73,9 +73,12 @@ class Response:
         """Whether it is out of the conversation."""
         self.entries = [entry for entry in entries if not entry.is_unfinished_call]
         """The input. A call whose arguments are being written stays out, also if it is finished meanwhile."""
-        self._events = ResponseEvents(outbox, conversation, settings.head, is_spoken=settings.is_spoken)
+        output = settings.config.audio.output
+        self._events = ResponseEvents(
+            outbox, conversation, settings.head, is_spoken=settings.is_spoken, has_word_timing=output.word_timing
+        )
         self._calls = Calls(settings.body)
-        self._encoder = SoundEncoder(settings.config.audio.output.format)
+        self._encoder = SoundEncoder(output.format)
         self.pacer = Pacer(ends=player_ends)
         self._speaker: Generation | None = None
         """Whose sound is sent."""
@@ -159,6 +162,7 @@ class Response:
                 nursery.start_soon(self._speak, parts, queue)
                 async with script:
                     await self._read(queue, script)
+        self._events.all_computed()
         if rest := self._encoder.finish():
             await queue.send(rest)
 

@@ -38,12 +38,20 @@ class ResponseEvents:
         conversation: receives the items; None if the response is out of the conversation.
         head: the fields of the response object that do not change.
         is_spoken: whether the answer is spoken.
+        has_word_timing: whether the events of its sound say which words have been heard by then.
     """
 
     def __init__(
-        self, outbox: Outbox, conversation: Conversation | None, head: Mapping[str, Any], *, is_spoken: bool
+        self,
+        outbox: Outbox,
+        conversation: Conversation | None,
+        head: Mapping[str, Any],
+        *,
+        is_spoken: bool,
+        has_word_timing: bool = False,
     ) -> None:
         self.id = new_id("resp")
+        self._has_word_timing = has_word_timing
         self._outbox, self._conversation, self._head, self._is_spoken = outbox, conversation, head, is_spoken
         self.output: list[Entry] = []
         self.message: Entry | None = None
@@ -70,11 +78,17 @@ class ResponseEvents:
         """Note sound that may leave later. sentence: the text of the sentence that begins with it, if it is known."""
         self._begun_message()[0].spoken.add_sound(chunk.samples, chunk.sample_rate, sentence)
 
+    def all_computed(self) -> None:
+        """Note that no more text or sound is computed. So the words of an answer fill its sound."""
+        if self.message is not None:
+            self.message.spoken.finish()
+
     def sound(self, data: bytes, bytes_per_s: int) -> None:
         """Send sound of the spoken answer, in its format."""
         entry, _ = self._begun_message()
         entry.sent_ms += Fraction(1000 * len(data), bytes_per_s)
-        self._post("output_audio.delta", entry, content_index=0, delta=to_base64(data))
+        timing = {"transcript_end": len(entry.spoken.heard(float(entry.sent_ms)))} if self._has_word_timing else {}
+        self._post("output_audio.delta", entry, content_index=0, delta=to_base64(data), **timing)
 
     def call(self, found: Mapping[str, Any]) -> None:
         """Add a call of a function, or more of its arguments. found: as the chat API streams calls."""
@@ -106,8 +120,6 @@ class ResponseEvents:
         item_status: Status = "completed" if status == "completed" else "incomplete"
         self.end_call(item_status)
         if self.message is not None:
-            if status in ("completed", "incomplete"):  # else sound is missing that the words would have had
-                self.message.spoken.finish()
             self._end_message(self.message, item_status)
         self._outbox.post("response.done", response=self._response(status, details, usage))
 

@@ -67,6 +67,7 @@ class ResponseSettings:
         self.may_truncate = config.truncation == "auto"
         output = to_wire(config)["audio"]["output"]
         output.pop("speed")
+        output.pop("word_timing", None)
         self.head: dict[str, Any] = {
             "conversation_id": None,
             "output_modalities": config.output_modalities,

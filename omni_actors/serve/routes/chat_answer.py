@@ -28,6 +28,7 @@ from omni_actors.serve.media.audio import AudioEncoder
 from omni_actors.serve.media.base64_data import to_base64
 from omni_actors.serve.media.pictures import encoded
 from omni_actors.serve.routes.common import Completion
+from omni_actors.turns import SpokenAnswer
 
 
 class Calls:
@@ -83,6 +84,8 @@ class Addition:
 
     def __init__(self, text: str = "", calls: list[dict[str, Any]] | None = None) -> None:
         self.text, self.calls, self.audio = text, calls or [], b""
+        self.timing: dict[str, int] = {}
+        """Which words have been heard when the audio has been played."""
         self.picture = ""
         """A PNG file in base64."""
         self.logprobs: dict[str, Any] | None = None
@@ -107,17 +110,31 @@ class ChatCompletion(Completion):
         self.encoder = AudioEncoder(format, streamed=body.stream)
         self._top_logprobs = body.top_logprobs or 0
         self._calls = [Calls(body) for _ in range(self.count)]
+        self._spoken = SpokenAnswer() if body.stream and self.has_audio and body.audio.word_timing else None
+        """The one choice of a spoken answer, if the client wants to know when its words are heard."""
+        self._sound_s = 0.0
 
     async def convert(self, index: int, output: Output) -> Addition:
         """Return what an output adds to a choice."""
         addition = Addition(*self._calls[index].push(self.add(index, output)))
+        if self._spoken is not None:
+            self._spoken.add_text(addition.text)
         if isinstance(output.delta, AudioChunk):
             addition.audio = await self.encoder.push(output.delta)
+            addition.timing = self._timing(output.delta, output.data.get("sentence_text"))
         if isinstance(output.delta, Picture) and output.delta.final:
             addition.picture = await encoded(output.delta)
         if "logprobs" in output.data:
             addition.logprobs = chat_logprobs(output.data["logprobs"], self._top_logprobs)
         return addition
+
+    def _timing(self, chunk: AudioChunk, sentence: str | None) -> dict[str, int]:
+        """Return the fields that say which words have been heard when all sound up to this chunk has been played."""
+        if self._spoken is None:
+            return {}
+        self._spoken.add_sound(chunk.samples, chunk.sample_rate, sentence)
+        self._sound_s += len(chunk.samples) / chunk.sample_rate
+        return {"transcript_end": len(self._spoken.heard(1000 * self._sound_s))}
 
     def finish(self, index: int) -> Addition:
         """Return what the end of a choice adds to it."""
@@ -221,7 +238,7 @@ def _deltas(completion: ChatCompletion, index: int, addition: Addition) -> list[
     if addition.picture:
         found.append(responses.event(completion.chunk(index, delta={"content": [_picture_part(addition.picture)]})))
     if addition.audio:
-        found.append(_audio_event(completion, index, data=to_base64(addition.audio)))
+        found.append(_audio_event(completion, index, data=to_base64(addition.audio), **addition.timing))
     return found
 
 

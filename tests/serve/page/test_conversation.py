@@ -152,6 +152,19 @@ def test_a_long_spoken_answer_has_few_elements(page: Page) -> None:
     assert abs(len(heard) - len(text) / 2) < 10
 
 
+def test_words_light_up_when_the_server_says_that_they_are_heard(page: Page) -> None:
+    """At 50 s of 100, six words of ten: the server has said that the last four take half of the time."""
+    text = "one two six ten two six one ten six two"
+    marks = "[[10, 7], [50, 23], [100, 39]]"
+    message = f"{{role: 'assistant', state: 'STATE', text: '{text}', player: {PLAYED}, marks: {marks}}}"
+    for number, state in enumerate(("open", "done")):
+        in_module(page, f"void talk.addMessage({message.replace('STATE', state)})")
+        shown = f"document.querySelectorAll('.message.assistant')[{number}]"
+        page.wait(f"{shown}?.querySelector('.w')")
+        heard = page.evaluate(f"[...{shown}.querySelectorAll('.w.heard')].map((w) => w.innerText).join('')")
+        assert heard.split() == text.split()[:6], state
+
+
 DRAWN = """(() => {
   const canvas = Object.assign(document.createElement('canvas'), {width: WIDTH, height: HEIGHT});
   return canvas.toDataURL('image/png');

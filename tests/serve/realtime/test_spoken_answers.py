@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import time
 
 import pytest
@@ -45,6 +46,28 @@ def test_sound_leaves_little_ahead_of_the_player_when_answers_follow_each_other(
         assert talk.respond()[-1]["response"]["status"] == "completed"
         talk.ask("word " * 6)
     assert time.monotonic() - began >= 2 * 1.8 - 2.0 - 0.2
+
+
+def test_each_sound_says_which_words_have_been_heard_by_its_end_if_the_client_asks_for_it(talk: Session) -> None:
+    talk.send("session.update", session={"audio": {"output": {"word_timing": True}}})
+    talk.websocket.recv(60)  # the client's types do not know this extension
+    talk.ask("word " * 10)
+    talk.send("response.create")
+    sounds, transcript = list[tuple[float, int]](), ""
+    while (event := json.loads(talk.websocket.recv(60)))["type"] != "response.done":
+        if event["type"] == "response.output_audio_transcript.delta":
+            transcript += event["delta"]
+        elif event["type"] == "response.output_audio.delta":
+            end_s = (sounds[-1][0] if sounds else 0) + len(base64.b64decode(event["delta"])) / PCM_S
+            sounds.append((end_s, event["transcript_end"]))
+    ends = [end for _, end in sounds]
+    assert ends == sorted(ends)
+    assert ends[-1] == len(transcript)
+    # The words have the same length and duration. They are faster than the usual pace, by which the server judges until
+    # it has all sound.
+    sound_s = sounds[-1][0]
+    assert all(end / len(transcript) < at_s / sound_s + 0.1 for at_s, end in sounds), sounds
+    assert "word_timing" not in event["response"]["audio"]["output"]
 
 
 @pytest.mark.parametrize(("law", "rate"), [("audio/pcm", PCM_S), ("audio/pcmu", 8000)])

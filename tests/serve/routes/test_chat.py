@@ -8,13 +8,14 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
+import numpy as np
 import openai
 import pytest
 import soundfile
 
-from omni_actors.outputs import Output
+from omni_actors.outputs import AudioChunk, Output
 from omni_actors.serve.api.generations import Generations
-from omni_actors.serve.api.schemas import ChatMessage, ChatRequest
+from omni_actors.serve.api.schemas import AudioParams, ChatMessage, ChatRequest
 from omni_actors.serve.routes.chat_answer import ChatCompletion, events
 from tests.support.http_server import Start
 
@@ -68,6 +69,36 @@ def test_a_streamed_spoken_answer(client: openai.OpenAI, format: str, rate: int)
     sound = b"".join(base64.b64decode(delta.data) for delta in deltas if delta.data)
     assert _seconds(sound, format, rate) == pytest.approx(0.3, abs=0.001)
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_each_sound_says_which_words_have_been_heard_by_its_end_if_the_client_asks_for_it() -> None:
+    class Spoken:
+        async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+            yield 0, Output("a", "mind", "text", "Go! And then we come.", True, {}, {})
+            for sentence in ("Go!", "", "And then we come."):
+                named = {"sentence_text": sentence} if sentence else {}
+                sound = AudioChunk(np.full(12_000, 0.1, np.float32), 24_000)
+                yield 0, Output("a", "mouth", "audio", sound, False, named, {})
+
+    async def ends(**audio: Any) -> list[int | None]:
+        body = ChatRequest(
+            model="m",
+            messages=[ChatMessage(role="user", content="hi")],
+            stream=True,
+            audio=AudioParams(format="pcm16", **audio),
+        )
+        completion = ChatCompletion(body, {}, ("text", "audio"), "chatcmpl-")
+        sent = [
+            json.loads(event[6:]) async for event in events(completion, cast(Generations, Spoken())) if b"{" in event
+        ]
+        heard = [chunk["choices"][0]["delta"].get("audio", {}) for chunk in sent]
+        return [each.get("transcript_end") for each in heard if "data" in each]
+
+    assert await ends() == [None, None, None]
+    first, second, third = await ends(word_timing=True)
+    assert (first, second) == (len("Go!"), len("Go!"))
+    assert third is not None
+    assert len("Go! And") <= third < len("Go! And then we come.")  # 0.5 s of a sentence whose end is not there yet
 
 
 async def test_a_streamed_spoken_answer_has_its_log_probabilities() -> None:

@@ -11,14 +11,15 @@ const PICTURE_LETTERS = 24e6; // of all pictures of a question: a server takes b
 const LETTERS_PER_S = 14; // the usual pace of speech
 export const MAX_MESSAGES = 100; // that the page keeps; older ones are dropped
 
-// messages: {id, role, text, state, player, heard, pictures, isPrompt, error}. heard: how many letters of a stopped answer
-// were heard; of others null. isPrompt: whether it asks for a picture. lastCall: the latest request, for "the same call".
+// messages: {id, role, text, state, player, marks, heard, pictures, isPrompt, error}. marks: [seconds of sound, how many
+// letters have been heard by then]. heard: how many letters of a stopped answer were heard; of others null. isPrompt:
+// whether it asks for a picture. lastCall: the latest request, for "the same call".
 export const talk = new Store({ messages: [], lastCall: null, isBusy: false, spoken: true });
 let running = null; // the AbortController of the answer that is being made
 let count = 0;
 
 export function addMessage(fields) {
-  const empty = { text: "", state: "open", pictures: [], player: null, heard: null, isPrompt: false, error: null };
+  const empty = { text: "", state: "open", pictures: [], player: null, marks: [], heard: null, isPrompt: false, error: null };
   const message = { id: ++count, ...empty, ...fields };
   talk.update({ messages: [...talk.value.messages, message].slice(-MAX_MESSAGES) });
   return message;
@@ -29,15 +30,31 @@ export function changed(message, fields = {}) {
   talk.update();
 }
 
-// Returns how many letters of a message's text have been heard. The server sends text and sound apart, without the
-// times of words. So this is estimated: when all sound is there, from the share of it that was played; before, from the
-// usual pace of speech.
-export function heardLetters({ text, player, state, heard }) {
+// Adds sound to a spoken answer. end: how many letters of its text have been heard when all sound up to here has been
+// played; undefined: the server does not say.
+export function addSound(message, bytes, end) {
+  message.player.push(bytes);
+  if (end !== undefined) message.marks.push([message.player.received, end]);
+  changed(message);
+}
+
+// Returns how many letters have been heard, from the marks before and after what is heard now.
+function lettersAt(played, marks) {
+  const before = marks.findLastIndex(([at]) => at <= played);
+  const [from, letters] = marks[before] || [0, 0];
+  const [until, next] = marks[before + 1] || [from + 1, letters];
+  return letters + ((next - letters) * (played - from)) / (until - from);
+}
+
+// Returns how many letters of a message's text have been heard. Where the server has not said so, this is estimated:
+// when all sound is there, from the share of it that was played; before, from the usual pace of speech.
+export function heardLetters({ text, player, state, marks, heard }) {
   if (heard !== null) return heard;
   if (!player || (state !== "open" && !player.received)) return text.length; // it is not spoken
   if (!player.received) return 0;
   const { played, received } = player;
   if (state === "done" && played >= received - 0.02) return text.length;
+  if (marks.length) return lettersAt(played, marks);
   return Math.min(text.length, state === "open" ? played * LETTERS_PER_S : (text.length * played) / received);
 }
 
@@ -97,7 +114,7 @@ function content(found) {
 export function chatBody(model, messages, isSpoken) {
   const sent = remembering(messages).map((each) => ({ role: each.role, content: content(each.content) }));
   const body = { model, messages: sent, stream: true };
-  if (isSpoken) Object.assign(body, { modalities: ["text", "audio"], audio: { format: "pcm16", voice: "any" } });
+  if (isSpoken) Object.assign(body, { modalities: ["text", "audio"], audio: { format: "pcm16", voice: "any", word_timing: true } });
   return body;
 }
 
@@ -141,8 +158,7 @@ export async function ask(model, text, { isSpoken, pictures = [] }) {
       if (said) changed(answer, { text: answer.text + said });
       if (delta.audio?.data) {
         answer.firstSound ||= performance.now() - answer.asked;
-        answer.player.push(fromBase64(delta.audio.data));
-        changed(answer);
+        addSound(answer, fromBase64(delta.audio.data), delta.audio.transcript_end);
         while (answer.player.isFull) await pause(FULL_MS); // the server waits, too
       }
     }

@@ -1,7 +1,7 @@
 // Talking over /v1/realtime, hands-free (the server finds the turns) or push-to-talk (the key or the button does).
 
 import { call, fromBase64, key, toBase64 } from "./api.js";
-import { MAX_MESSAGES, addMessage, changed, cut, stopAnswer } from "./conversation.js";
+import { MAX_MESSAGES, addMessage, addSound, changed, cut, stopAnswer } from "./conversation.js";
 import { Microphone, Player, audioContext } from "./sound.js";
 import { Store } from "./store.js";
 
@@ -92,7 +92,7 @@ class Session {
         type: "realtime",
         audio: {
           input: { format, turn_detection: detection, transcription: { model: this.model } },
-          output: { format },
+          output: { format, word_timing: true },
         },
       },
     });
@@ -163,9 +163,8 @@ class Session {
         voice.update({ isResponding: true, error: null });
         break;
       case "response.output_audio.delta":
-        this.speaking(event.item_id).player.push(fromBase64(event.delta));
+        addSound(this.speaking(event.item_id), fromBase64(event.delta), event.transcript_end);
         if (this.answer.player.isFull) close("the server sends sound faster than it can be played");
-        else changed(this.answer);
         break;
       case "response.output_audio_transcript.delta":
         this.append(this.speaking(event.item_id), event.delta);
