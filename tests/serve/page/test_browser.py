@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import signal
@@ -21,13 +22,16 @@ pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium
 FIRST_PAINT_MS = 300
 PAINT_WATCHDOG_MS = 10_000
 """A generous bound, because other tests run at the same time."""
-SLOW = ("-s", "stages.mind.options.fan_out=100", "-s", "stages.mind.options.step_s=0.08")
-"""Answers that last for seconds."""
+SLOW = ("fan_out=100", "step_s=0.08", "load_s=0.6")
+"""Options of "mind": answers that last for seconds, and a worker that loads for so long that the page shows it."""
+LOADED = "[...document.querySelectorAll('.replica [role=progressbar]')].map(each => Number(each.ariaValueNow))"
+"""How much of its usual loading time each restarting worker has had, in percent."""
 
 
 @pytest.fixture(scope="module")
 def lively(start: Start) -> Iterator[Server]:
-    with start("--chaos", *SLOW) as server:
+    options = (("-s", f"stages.mind.options.{each}") for each in SLOW)
+    with start("--chaos", *itertools.chain.from_iterable(options)) as server:
         yield server
 
 
@@ -60,8 +64,12 @@ def test_a_typed_question_is_answered_while_a_stage_is_killed(lively: Server, fi
         page.open(lively.url)
         enter(page, "hello")
         page.wait("document.querySelectorAll('.message.assistant .w').length > 0")
+        page.evaluate(f"window.loaded = []; void setInterval(() => loaded.push(...{LOADED}), 20)")
         page.click(in_stage("mind", "[data-fault=kill]"))
         page.wait(f"document.querySelector({json.dumps(in_stage('mind', '.recovered'))})")
+        loaded = page.evaluate("loaded")
+        assert loaded == sorted(loaded)
+        assert 0 < loaded[-1] <= 100
         fixture_processes.add(lively.pid_of("mind"))
         wait_done(page)
         assert said(page) == "hello" * 100

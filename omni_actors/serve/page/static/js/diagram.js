@@ -20,7 +20,8 @@ function Replica({ stage, number, replica, recovered, hasChaos, limit }) {
       ${replica.node ? html`<span class="node" title=${`on node ${replica.node}`}>${replica.node}</span>` : null}
       <span class="figures">${replica.pid ? html`<span class="unit">pid </span>${replica.pid}`
         : "no worker"} · g${replica.generation}</span></div>
-    <div class="line minor">${down !== null ? html`<span class="clock" role="timer">down ${seconds(down)}</span>`
+    <div class="line minor">${down !== null ? html`<span class="clock" role="timer">down ${seconds(down)}</span>
+          ${replica.load_s ? html`<${Loading} down=${down} usual=${replica.load_s} />` : null}`
         : recovered !== undefined ? html`<span class="recovered"
           title="from the latest death until the replica was ready">recovered in ${seconds(recovered)}</span>`
         : replica.state === "ready" ? html`<span>loaded in ${seconds(replica.load_s)}</span>`
@@ -28,6 +29,14 @@ function Replica({ stage, number, replica, recovered, hasChaos, limit }) {
       <span class="figures">${replica.requests ? `${replica.requests} active` : ""}</span></div>
     ${hasChaos ? html`<${Faults} ...${{ stage, number, replica, limit }} />` : null}
   </div>`;
+}
+
+// The part of its usual loading time that a restarting worker has had: the time that the worker before it took.
+function Loading({ down, usual }) {
+  const share = Math.min(1, down / usual);
+  return html`<span class="load" title=${`its latest worker loaded in ${seconds(usual)}`}><i
+    role="progressbar" aria-label="loading" aria-valuenow=${Math.round(100 * share)}
+    style=${{ animation: "none", background: `linear-gradient(90deg, var(--amber) ${100 * share}%, var(--line) 0)` }} /></span>`;
 }
 
 const FAULTS = {
