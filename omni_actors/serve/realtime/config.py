@@ -23,6 +23,7 @@ from omni_actors.turns import TurnDetection
 
 MAX_INSTRUCTIONS = 1 << 16
 MAX_TOOLS = 128
+MAX_TRACING = 1 << 14
 
 Modalities = Annotated[
     list[Literal["text", "audio"]], Meta(min_length=1, max_length=1, description="['text'] or ['audio']")
@@ -75,11 +76,18 @@ class AudioInput(_Struct, frozen=True):
 
 
 class Tracing(_Struct, frozen=True):
-    """What OpenAI's traces of a session are called. OpenAI's agents send it. It has no effect here."""
+    """What OpenAI's traces of a session are called. OpenAI's agents send it. It has no effect here.
+
+    metadata: of at most ``MAX_TRACING`` bytes of JSON.
+    """
 
     group_id: _Short | None = None
-    metadata: Annotated[dict[_Short, _Short], Meta(max_length=16)] | None = None
+    metadata: dict[str, Any] | None = None
     workflow_name: _Short | None = None
+
+    def __post_init__(self) -> None:
+        if len(msgspec.json.encode(self.metadata)) > MAX_TRACING:
+            raise ValueError(f"metadata: expected at most {MAX_TRACING} bytes of JSON")
 
 
 class VoiceId(_Struct, frozen=True):

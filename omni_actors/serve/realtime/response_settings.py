@@ -68,6 +68,7 @@ class ResponseSettings:
         output = to_wire(config)["audio"]["output"]
         output.pop("speed")
         output.pop("word_timing", None)
+        output["voice"] = self.body.audio.voice  # a string, also where the session has an object
         self.head: dict[str, Any] = {
             "conversation_id": None,
             "output_modalities": config.output_modalities,

@@ -85,7 +85,7 @@ class Addition:
     def __init__(self, text: str = "", calls: list[dict[str, Any]] | None = None) -> None:
         self.text, self.calls, self.audio = text, calls or [], b""
         self.timing: dict[str, int] = {}
-        """Which words have been heard when the audio has been played."""
+        """The fields that say which words have been heard when the audio has been played."""
         self.picture = ""
         """A PNG file in base64."""
         self.logprobs: dict[str, Any] | None = None
@@ -138,7 +138,11 @@ class ChatCompletion(Completion):
 
     def finish(self, index: int) -> Addition:
         """Return what the end of a choice adds to it."""
-        return Addition(*self._calls[index].finish())
+        addition = Addition(*self._calls[index].finish())
+        if self._spoken is not None:
+            self._spoken.add_text(addition.text)
+            addition.timing = {"transcript_end": len(self._spoken.text)}
+        return addition
 
     def finish_reason(self, index: int) -> str:
         """Return why a choice ended."""
@@ -213,12 +217,13 @@ async def events(completion: ChatCompletion, generations: Generations) -> respon
         for event in _deltas(completion, index, await completion.convert(index, output)):
             yield event
     for index in range(completion.count):
-        for event in _deltas(completion, index, completion.finish(index)):
+        end = completion.finish(index)
+        for event in _deltas(completion, index, end):
             yield event
         if completion.has_audio:
             if audio := await completion.encoder.finish():
-                yield _audio_event(completion, index, data=to_base64(audio))
-            yield _audio_event(completion, index, expires_at=completion.created)
+                yield _audio_event(completion, index, data=to_base64(audio), **end.timing)
+            yield _audio_event(completion, index, expires_at=completion.created, **end.timing)
         yield responses.event(completion.chunk(index, completion.finish_reason(index), delta={}))
     if completion.include_usage:
         yield responses.event(completion.usage_object())

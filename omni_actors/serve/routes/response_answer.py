@@ -83,18 +83,20 @@ class ResponseAnswer:
         for call in addition.calls:
             events += self._add_call(call)
         if addition.audio:
-            events.append(self._event("response.audio.delta", delta=to_base64(addition.audio)))
+            events.append(self._event("response.audio.delta", delta=to_base64(addition.audio), **addition.timing))
         return events
 
     async def finish(self) -> list[bytes]:
         """Add the end of the answer; return its events. ``last_event`` follows."""
-        events = self.add(self._completion.finish(0))
+        end = self._completion.finish(0)
+        events = self.add(end)
         if not self.output:
             events += self._open_message()
         if self._completion.has_audio:
             if rest := await self._completion.encoder.finish():
-                events.append(self._event("response.audio.delta", delta=to_base64(rest)))
-            events += [self._event(f"response.audio.{name}") for name in ("done", "transcript.done")]
+                events.append(self._event("response.audio.delta", delta=to_base64(rest), **end.timing))
+            events.append(self._event("response.audio.done", **end.timing))
+            events.append(self._event("response.audio.transcript.done"))
         is_cut = self._completion.finish_reason(0) == "length"
         events += self._close("incomplete" if is_cut else "completed")
         self._ending["status"] = "incomplete" if is_cut else "completed"

@@ -165,6 +165,18 @@ def test_words_light_up_when_the_server_says_that_they_are_heard(page: Page) -> 
         assert heard.split() == text.split()[:6], state
 
 
+def test_the_end_of_what_was_heard_is_counted_in_characters_and_corrected_at_the_end(page: Page) -> None:
+    """JavaScript has two units of text for an emoji."""
+    player = "{received: 0, push(bytes) { this.received += bytes.length }}"
+    sent = "[new Uint8Array(2), 3], [new Uint8Array(2), 5], [new Uint8Array(0), 6]"
+    marks = in_module(
+        page,
+        f"((message) => {{ for (const [bytes, end] of [{sent}]) talk.addSound(message, bytes, end);"
+        f" return message.marks; }})({{marks: [], player: {player}, text: '😀😀 abc'}})",
+    )
+    assert marks == [[2, 5], [4, 8]]
+
+
 DRAWN = """(() => {
   const canvas = Object.assign(document.createElement('canvas'), {width: WIDTH, height: HEIGHT});
   return canvas.toDataURL('image/png');

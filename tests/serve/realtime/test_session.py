@@ -124,6 +124,15 @@ def test_telephone_sound_both_ways(talk: Session, law: str) -> None:
     assert abs(sum(len(base64.b64decode(piece)) for piece in pieces) / 8000 - words * 0.1) < 0.01
 
 
+def test_the_events_of_a_response_name_a_voice_object_by_its_id(talk: Session) -> None:
+    """OpenAI's client has an object for the voice of a session, and a name alone for that of a response."""
+    talk.send("session.update", session={"audio": {"output": {"voice": {"id": "voice_1"}}}})
+    assert talk.receive()["session"]["audio"]["output"]["voice"] == {"id": "voice_1"}
+    talk.ask("word")
+    response = talk.respond()[-1]["response"]
+    assert response["audio"]["output"]["voice"] == "voice_1"
+
+
 def test_items_are_inserted_deleted_and_retrieved(talk: Session) -> None:
     def create(text: str, **place: str) -> dict[str, Any]:
         item = {"id": text, "type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
@@ -246,7 +255,7 @@ def test_one_response_at_a_time(talk: Session) -> None:
         ),
         ("session.update", {"session": {"model": "other"}}, "invalid_value", "session.model"),
         ("session.update", {"session": {"tracing": [1]}}, "invalid_value", "session.tracing"),
-        ("session.update", {"session": {"tracing": {"metadata": {"a": [1]}}}}, "invalid_value", None),
+        ("session.update", {"session": {"tracing": {"metadata": {"a": "x" * 16_384}}}}, "invalid_value", None),
         ("session.update", {"session": {"audio": {"input": {"format": {"type": "audio/mp3"}}}}}, "invalid_value", None),
         ("session.update", {"session": {"tools": [{"type": "function", "name": "x"}]}}, "unsupported_parameter", None),
         ("input_audio_buffer.append", {"audio": "?"}, "invalid_base64", "audio"),
@@ -315,7 +324,10 @@ def test_the_assistant_may_begin(talk: Session) -> None:
     assert "Greet the user" in item["content"][0]["text"]
 
 
-@pytest.mark.parametrize("tracing", ["auto", {"workflow_name": "talk", "metadata": {"user": "1"}, "group_id": "x"}])
+@pytest.mark.parametrize(
+    "tracing",
+    ["auto", {"workflow_name": "talk", "metadata": {"user": "1", "attempt": 1, "of": [{"a": None}]}, "group_id": "x"}],
+)
 def test_tracing_is_accepted_as_agents_send_it(talk: Session, tracing: Any) -> None:
     talk.send("session.update", session={"tracing": tracing})
     assert talk.receive()["session"]["tracing"] == tracing

@@ -80,7 +80,8 @@ async def test_each_sound_says_which_words_have_been_heard_by_its_end_if_the_cli
                 sound = AudioChunk(np.full(12_000, 0.1, np.float32), 24_000)
                 yield 0, Output("a", "mouth", "audio", sound, False, named, {})
 
-    async def ends(**audio: Any) -> list[int | None]:
+    async def ends(**audio: Any) -> tuple[list[int | None], int | None]:
+        """Return ``transcript_end`` of each part of the sound, and of the end."""
         body = ChatRequest(
             model="m",
             messages=[ChatMessage(role="user", content="hi")],
@@ -92,11 +93,12 @@ async def test_each_sound_says_which_words_have_been_heard_by_its_end_if_the_cli
             json.loads(event[6:]) async for event in events(completion, cast(Generations, Spoken())) if b"{" in event
         ]
         heard = [chunk["choices"][0]["delta"].get("audio", {}) for chunk in sent]
-        return [each.get("transcript_end") for each in heard if "data" in each]
+        assert "expires_at" in heard[-2], "the last event but the one with the reason"
+        return [each.get("transcript_end") for each in heard if "data" in each], heard[-2].get("transcript_end")
 
-    assert await ends() == [None, None, None]
-    first, second, third = await ends(word_timing=True)
-    assert (first, second) == (len("Go!"), len("Go!"))
+    assert await ends() == ([None, None, None], None)
+    (first, second, third), last = await ends(word_timing=True)
+    assert (first, second, last) == (len("Go!"), len("Go!"), len("Go! And then we come."))
     assert third is not None
     assert len("Go! And") <= third < len("Go! And then we come.")  # 0.5 s of a sentence whose end is not there yet
 

@@ -36,6 +36,7 @@ WEATHER: Any = {
         "additionalProperties": False,
     },
 }
+SOUND_EVENTS = ("response.audio.delta", "response.audio.done")
 TEXT_EVENTS = [
     "response.created",
     "response.in_progress",
@@ -276,6 +277,13 @@ def test_a_spoken_answer_is_streamed(studio: Server) -> None:
     assert len(sound) / 2 / 24000 > 0.1
     transcript = "".join(e["delta"] for e in events if e["type"] == "response.audio.transcript.delta")
     assert transcript == events[-1]["response"]["output"][0]["content"][0]["text"]
+    assert not any("transcript_end" in event for event in events)
+    asked["audio"] = {**asked["audio"], "word_timing": True}
+    events = raw_events(studio, model="studio", **asked)
+    ends = [event["transcript_end"] for event in events if event["type"] in SOUND_EVENTS]
+    assert len(ends) > 1
+    assert ends == sorted(ends)
+    assert ends[-1] == len(transcript)
 
 
 @pytest.mark.slow

@@ -30,11 +30,15 @@ export function changed(message, fields = {}) {
   talk.update();
 }
 
-// Adds sound to a spoken answer. end: how many letters of its text have been heard when all sound up to here has been
-// played; undefined: the server does not say.
+// Adds sound to a spoken answer. end: how many characters of its text have been heard when all sound up to here has been
+// played; undefined: the server does not say. The server counts characters, and this page units of UTF-16.
 export function addSound(message, bytes, end) {
-  message.player.push(bytes);
-  if (end !== undefined) message.marks.push([message.player.received, end]);
+  const { player, marks, text } = message;
+  player.push(bytes);
+  if (end !== undefined) {
+    if (marks.at(-1)?.[0] === player.received) marks.pop();
+    marks.push([player.received, Array.from(text).slice(0, end).join("").length]);
+  }
   changed(message);
 }
 
@@ -156,9 +160,9 @@ export async function ask(model, text, { isSpoken, pictures = [] }) {
       isComplete ||= Boolean(chunk.choices?.[0]?.finish_reason);
       const said = typeof delta.content === "string" ? delta.content : delta.audio?.transcript;
       if (said) changed(answer, { text: answer.text + said });
-      if (delta.audio?.data) {
+      if (delta.audio?.data || delta.audio?.transcript_end) {
         answer.firstSound ||= performance.now() - answer.asked;
-        addSound(answer, fromBase64(delta.audio.data), delta.audio.transcript_end);
+        addSound(answer, fromBase64(delta.audio.data || ""), delta.audio.transcript_end);
         while (answer.player.isFull) await pause(FULL_MS); // the server waits, too
       }
     }

@@ -10,7 +10,7 @@ import { bytes, html, seconds, useLayoutEffect, useRef, useState } from "./view.
 const DASHES = 12; // pixels of a dash and the gap after it, as in page.css
 const DASH_MS = 58; // for one of them
 
-function Replica({ stage, number, replica, recovered, hasChaos, limit }) {
+function Replica({ stage, number, replica, recovered, loading, hasChaos, limit }) {
   useClock(100, Boolean(replica.down_since));
   const label = replica.standby && replica.state === "ready" ? "standby" : replica.state;
   const down = replica.down_since ? Math.max(0, serverTime() - replica.down_since) : null;
@@ -21,7 +21,8 @@ function Replica({ stage, number, replica, recovered, hasChaos, limit }) {
       <span class="figures">${replica.pid ? html`<span class="unit">pid </span>${replica.pid}`
         : "no worker"} · g${replica.generation}</span></div>
     <div class="line minor">${down !== null ? html`<span class="clock" role="timer">down ${seconds(down)}</span>
-          ${replica.load_s ? html`<${Loading} down=${down} usual=${replica.load_s} />` : null}`
+          ${loading && replica.load_s ? html`<${Loading} since=${loading.since} usual=${replica.load_s}
+            note=${replica.note} />` : null}`
         : recovered !== undefined ? html`<span class="recovered"
           title="from the latest death until the replica was ready">recovered in ${seconds(recovered)}</span>`
         : replica.state === "ready" ? html`<span>loaded in ${seconds(replica.load_s)}</span>`
@@ -31,12 +32,12 @@ function Replica({ stage, number, replica, recovered, hasChaos, limit }) {
   </div>`;
 }
 
-// The part of its usual loading time that a restarting worker has had: the time that the worker before it took.
-function Loading({ down, usual }) {
-  const share = Math.min(1, down / usual);
-  return html`<span class="load" title=${`its latest worker loaded in ${seconds(usual)}`}><i
-    role="progressbar" aria-label="loading" aria-valuenow=${Math.round(100 * share)}
-    style=${{ animation: "none", background: `linear-gradient(90deg, var(--amber) ${100 * share}%, var(--line) 0)` }} /></span>`;
+// How much of the usual time a worker has loaded: of the time that the worker before it took.
+function Loading({ since, usual, note }) {
+  const percent = Math.round(100 * Math.max(0, Math.min(1, (serverTime() - since) / usual)));
+  const background = `linear-gradient(90deg, var(--amber) ${percent}%, var(--line) 0)`;
+  return html`<span class="load" title=${`the worker before loaded in ${seconds(usual)}`}><i role="progressbar"
+    aria-label="loading" aria-valuenow=${percent} style=${{ animation: "none", background }} />${note}</span>`;
 }
 
 const FAULTS = {
@@ -97,7 +98,7 @@ function edgesOf(state) {
 }
 
 export function Diagram({ hasChaos }) {
-  const { state, recoveries } = useStore(live);
+  const { state, recoveries, loading } = useStore(live);
   useClock(500);
   const box = useRef();
   const [width, setWidth] = useState(0);
@@ -124,8 +125,8 @@ export function Diagram({ hasChaos }) {
         style=${plan.boxes[name].style} aria-label=${`stage ${name}`}>
         <header><b title=${name}>${name}</b><span>${stage.engine.split(":").pop()}</span></header>
         ${Object.entries(stage.replicas).map(([number, replica]) => html`<${Replica} key=${number} stage=${name}
-          number=${number} replica=${replica} recovered=${recoveries[`${name}.${number}`]} hasChaos=${hasChaos}
-          limit=${stage.step_timeout_s} />`)}
+          number=${number} replica=${replica} recovered=${recoveries[`${name}.${number}`]}
+          loading=${loading[`${name}.${number}`]} hasChaos=${hasChaos} limit=${stage.step_timeout_s} />`)}
         ${Object.keys(stage.replicas).length ? null : html`<p class="minor">no replica</p>`}
       </article>`) : null}
     </div>

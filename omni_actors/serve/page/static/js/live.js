@@ -11,9 +11,10 @@ const SILENCE_MS = 30_000; // a server that sends nothing for so long is lost: i
 
 // state: the document of /v1/state. isConnected: whether its stream is open. needsKey: whether the server wants a key.
 // problem: why the stream is not open. retries: whether it is tried again by itself.
-// recoveries: by "stage.replica", the seconds from the latest death until the replica was ready again.
+// recoveries: by "stage.replica", the seconds from the latest death until the replica was ready again. loading: by the
+// same, {pid, since}: the worker that loads there, and when the page first saw it, in the server's time.
 export const live = new Store(
-  { state: null, isConnected: false, needsKey: false, problem: null, retries: true, recoveries: {} });
+  { state: null, isConnected: false, needsKey: false, problem: null, retries: true, recoveries: {}, loading: {} });
 let received = 0; // when the latest state arrived, by performance.now()
 const samples = []; // the rings' counters of the last seconds: [ms, {ring: [messages, bytes]}]
 
@@ -40,17 +41,22 @@ export function serverTime() {
 // before: the state before it in the same connection, if there was one. What happened between two connections is unknown.
 function take(state, before) {
   received = performance.now();
-  const found = { ...live.value.recoveries };
+  const [found, loading] = [{ ...live.value.recoveries }, {}];
   const earlier = Object.fromEntries(replicasOf(before).map((each) => [each.name, each.replica]));
   for (const { name, replica } of replicasOf(state)) {
     const since = earlier[name]?.down_since;
     if (since && !replica.down_since) found[name] = Math.max(0, state.at - since);
   }
+  for (const { name, replica: { pid, state: is } } of replicasOf(state)) {
+    if (!pid || !["loading", "restarting"].includes(is)) continue;
+    const known = live.value.loading[name];
+    loading[name] = known?.pid === pid ? known : { pid, since: state.at };
+  }
   const counters = {};
   for (const [name, ring] of Object.entries(state.rings)) counters[name] = [ring.messages, ring.payload_bytes];
   samples.push([performance.now(), counters]);
   while (samples.length > 2 && samples[1][0] < performance.now() - WINDOW_MS) samples.shift();
-  live.update({ state, recoveries: found, isConnected: true, needsKey: false, problem: null });
+  live.update({ state, recoveries: found, loading, isConnected: true, needsKey: false, problem: null });
 }
 
 // Returns the messages and the bytes per second of a ring now.
