@@ -26,7 +26,7 @@ function Replica({ stage, number, replica, recovered, loading, hasChaos, limit }
         : recovered !== undefined ? html`<span class="recovered"
           title="from the latest death until the replica was ready">recovered in ${seconds(recovered)}</span>`
         : replica.state === "ready" ? html`<span>loaded in ${seconds(replica.load_s)}</span>`
-        : html`<span class="load"><i></i>${replica.note}</span>`}
+        : html`<span class="load"><i></i><span>${replica.note}</span></span>`}
       <span class="figures">${replica.requests ? `${replica.requests} active` : ""}</span></div>
     ${hasChaos ? html`<${Faults} ...${{ stage, number, replica, limit }} />` : null}
   </div>`;
@@ -36,8 +36,9 @@ function Replica({ stage, number, replica, recovered, loading, hasChaos, limit }
 function Loading({ since, usual, note }) {
   const percent = Math.round(100 * Math.max(0, Math.min(1, (serverTime() - since) / usual)));
   const background = `linear-gradient(90deg, var(--amber) ${percent}%, var(--line) 0)`;
-  return html`<span class="load" title=${`the worker before loaded in ${seconds(usual)}`}><i role="progressbar"
-    aria-label="loading" aria-valuenow=${percent} style=${{ animation: "none", background }} />${note}</span>`;
+  return html`<span class="load" title=${`the worker before loaded in ${seconds(usual)}`}>
+    <i role="progressbar" aria-label="loading" aria-valuenow=${percent} style=${{ animation: "none", background }} />
+    <span>${note}</span></span>`;
 }
 
 const FAULTS = {
