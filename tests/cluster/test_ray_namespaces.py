@@ -164,6 +164,18 @@ async def test_a_partition_of_five_seconds_only_delays(
 
 
 @pytest.mark.parametrize("lost", PARTITIONS.values(), ids=PARTITIONS)
+async def test_no_request_is_lost_in_a_partition_of_five_seconds_with_the_default_lease(
+    ray: RayNodes, writers: Path, lost: Mapping[str, Sequence[str]]
+) -> None:
+    """The lease may run out, because TCP resends late. Then the node's worker moves."""
+    async with opened(ray, writers, lease_s=LEASE_S, step_s=0.05) as on:
+        generation = ask_long(on.omni)
+        check_exact(generation, await read_through(generation, ray, lost, 5.0))
+        check_exact(after := ask_long(on.omni), await read(after))
+        assert_one_writer_at_a_time(writers)
+
+
+@pytest.mark.parametrize("lost", PARTITIONS.values(), ids=PARTITIONS)
 async def test_the_workers_of_a_node_that_is_cut_off_move_and_it_is_used_again(
     ray: RayNodes, writers: Path, lost: Mapping[str, Sequence[str]]
 ) -> None:
