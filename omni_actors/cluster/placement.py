@@ -107,6 +107,20 @@ def place(
     return {address: plan.places[address] for address in wanted}
 
 
+def may_leave_parent(pipeline: Pipeline, stage: str) -> bool:
+    """Return whether workers of a stage may run on another node than the parent's, now or later.
+
+    >>> from omni_actors import config
+    >>> echo = config.load("echo", {"cluster": {"nodes": {"second": "parent"}}})
+    >>> [name for name in echo.stages if may_leave_parent(echo, name)]
+    ['first']
+    """
+    if (cluster := pipeline.cluster) is None:
+        return False
+    group = next((group for group in cluster.colocate if stage in group), (stage,))
+    return all(cluster.nodes.get(name) != PARENT for name in group)
+
+
 def place_each(
     pipeline: Pipeline, wanted: Collection[Address], nodes: Sequence[Node], held: Places
 ) -> dict[Address, Place | NoPlace]:

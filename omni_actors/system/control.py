@@ -19,8 +19,10 @@ import trio
 
 from omni_actors.errors import InvalidRequest, OmniError, SystemClosed, TooManyCalls
 from omni_actors.orchestrator.orchestrator import Orchestrator
+from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply, require_sendable
 from omni_actors.supervisor.desired_state import Part
+from omni_actors.supervisor.nodes import HasNodes
 from omni_actors.supervisor.supervisor import Supervisor
 
 CALL_TIMEOUT_S = 10.0
@@ -65,6 +67,7 @@ class Control:
 
     _supervisor: Supervisor
     _orchestrator: Orchestrator
+    _cluster: HasNodes | None
 
     def __init__(self) -> None:
         self._running = False
@@ -372,6 +375,16 @@ class Control:
         if unknown := sorted(set(stages or ()) - set(known)):
             raise InvalidRequest(f"stages: there is no stage {unknown[0]!r}; stages: {known}", param="stages")
         return [stage for stage in known if stages is None or stage in stages]
+
+    def _elsewhere(self) -> dict[Address, str]:
+        """Return the node of each worker that runs on another node than this process."""
+        nodes = {} if self._cluster is None else self._cluster.nodes()
+        found = {
+            address: replica.worker.node
+            for address, replica in self._supervisor.replicas.items()
+            if replica.worker is not None and replica.worker.node is not None
+        }
+        return {address: node for address, node in found.items() if node in nodes and not nodes[node].parent}
 
     def _begin_calls(
         self,

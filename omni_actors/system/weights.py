@@ -100,7 +100,9 @@ class WeightControl(Control):
             path: A safetensors file, or a directory with such files. Or the tensors themselves, by name: arrays of
                 numpy or tensors of torch, which are copied into shared memory once. Names and shapes are those of the
                 model's own checkpoint; weights that are missing stay as they are. Files must not change while they are
-                in use. Of tensors, the newest of each name are kept until all are replaced.
+                in use. Of tensors, the newest of each name are kept until all are replaced. On a cluster, each node
+                with a worker of the stages needs the files at this path, with the time of their last change; tensors
+                are for stages with the label "parent" alone.
             version: The name of the version, which every output has from then on as ``data["weights_version"]``; by
                 default the path's last part, and "update-1", "update-2" … for tensors. It is "0" before all updates.
             stages: The stages whose model it is.
@@ -123,12 +125,29 @@ class WeightControl(Control):
             message = f"version: expected a string of at most {LONGEST_VERSION} characters, found {version!r:.200}"
             raise InvalidRequest(message, param="version")
         chosen = self._stages(stages)
+        if isinstance(path, Mapping):
+            self._require_shared_memory(chosen)
         patience_s = min(CALL_TIMEOUT_S, timeout_s)
         supported = await self.call("supports", {"capability": CAPABILITY}, stages=chosen, timeout_s=patience_s)
         if any(isinstance(reply.error, InvalidRequest) for replies in supported.values() for reply in replies):
             return supported
         await self._turn.acquire()
         return await self._load(path, version, chosen, mode, timeout_s)
+
+    def _require_shared_memory(self, stages: Collection[str]) -> None:
+        """Raise InvalidRequest if a stage has, or may get, workers that cannot read this process's memory."""
+        if self._cluster is None:
+            return
+        from omni_actors.cluster.placement import may_leave_parent  # a system without a cluster does not load it
+
+        elsewhere = {address.stage for address in self._elsewhere()}
+        for stage in stages:
+            if stage in elsewhere or may_leave_parent(self.pipeline, stage):
+                message = (
+                    f"path: workers of stage {stage!r} may run on other nodes, which cannot read tensors of this one; "
+                    "save them to a safetensors file that every node has, and name it"
+                )
+                raise InvalidRequest(message, param="path", code="other_nodes")
 
     async def _load(
         self,
