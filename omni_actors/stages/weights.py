@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.named_files import require_named
 
 Files: TypeAlias = Mapping[str, tuple[int, int]]
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -84,5 +85,4 @@ def _opened(path: Path, expected: tuple[int, int]) -> Iterator[Any]:
             yield file
     except Exception as error:  # safetensors has errors of its own for damaged files
         raise InvalidRequest(f"{path}: {type(error).__name__}: {error}", param="path") from error
-    if (status.st_size, status.st_mtime_ns) != tuple(expected):
-        raise InvalidRequest(f"{path} has changed since it was named", param="path")
+    require_named(path, status, expected)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.named_files import require_named
 
 
 def count_tensors(files: Mapping[str, tuple[int, int]]) -> int:
@@ -27,8 +28,7 @@ def _count(path: Path, expected: tuple[int, int]) -> int:
         whole = begin + max((entry["data_offsets"][1] for entry in entries.values()), default=0) == len(content)
     except (OSError, ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
         raise InvalidRequest(f"{path}: {type(error).__name__}: {error}", param="path") from error
-    if (status.st_size, status.st_mtime_ns) != tuple(expected):
-        raise InvalidRequest(f"{path} has changed since it was named", param="path")
+    require_named(path, status, expected)
     if not whole:
         raise InvalidRequest(f"{path} is damaged: its size is not that of its tensors", param="path")
     return len(entries)
