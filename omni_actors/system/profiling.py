@@ -6,15 +6,15 @@ import json
 import tempfile
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import trio
 
-from omni_actors.errors import InvalidRequest
-from omni_actors.supervisor.calls import Reply
+from omni_actors.errors import InvalidRequest, Unsupported
+from omni_actors.supervisor.calls import PendingCall, Reply, require_sendable
 from omni_actors.system.control import Control, Replies
 from omni_actors.system.ended import EndedRequests
 from omni_actors.system.profile_file import ProfileFile
@@ -56,8 +56,9 @@ class ProfileControl(Control):
             timeout_s: Seconds to wait for each worker.
 
         Returns:
-            The reply of each worker. An engine that does not compute with torch replies ``Unsupported``. A worker that
-            starts later is not profiled.
+            The reply of each worker. An engine that does not compute with torch replies ``Unsupported``, and so does a
+            worker on another node than this process, which cannot hand its profile over. A worker that starts later is
+            not profiled.
 
         Raises InvalidRequest: a stage is unknown, or a profile runs.
         """
@@ -66,7 +67,7 @@ class ProfileControl(Control):
             raise InvalidRequest("a profile runs already", code="profile_runs")
         self._ended.profiled = deque(maxlen=MOST_REQUESTS)
         self._profile_began_ns, self._profiled = time.time_ns(), chosen
-        replies = await self.call("start_profile", stages=chosen, timeout_s=timeout_s)
+        replies = await self._call_here("start_profile", {}, chosen, timeout_s)
         self._profiled = [stage for stage in chosen if any(reply.error is None for reply in replies[stage])]
         return replies
 
@@ -78,7 +79,7 @@ class ProfileControl(Control):
             timeout_s: Seconds to wait for each worker.
 
         Returns:
-            What was written. A worker that does not reply is missing in the file.
+            What was written. A worker that does not reply, or runs on another node, is missing in the file.
 
         Raises InvalidRequest: no profile runs. Raises OSError: the file cannot be written, and an earlier one is as it
         was; if its directory is the reason, the profile goes on. A cancelled call drops the profile.
@@ -88,10 +89,27 @@ class ProfileControl(Control):
             raise InvalidRequest("no profile runs", code="no_profile")
         with tempfile.TemporaryDirectory(prefix=".profile-", dir=path.parent) as folder:
             requests, self._ended.profiled = self._ended.profiled, None
-            replies = await self.call("stop_profile", {"folder": folder}, stages=self._profiled, timeout_s=timeout_s)
+            replies = await self._call_here("stop_profile", {"folder": folder}, self._profiled, timeout_s)
             await trio.to_thread.run_sync(self._write, path, Path(folder), requests, replies)
         told = {stage: [_without_file(reply) for reply in replies[stage]] for stage in replies}
         return Profile(path, len(requests), told)
+
+    async def _call_here(
+        self, capability: str, arguments: Mapping[str, Any], stages: Collection[str], timeout_s: float
+    ) -> Replies:
+        """Call the workers of stages that run on this process's node. For the others the reply is ``Unsupported``."""
+        require_sendable(capability, arguments, timeout_s)
+        elsewhere, calls = self._elsewhere(), []
+        for address, replica in self._supervisor.replicas.items():
+            if address.stage not in stages:
+                continue
+            if (node := elsewhere.get(address)) is None:
+                calls.append(replica.call(capability, arguments, timeout_s))
+            else:
+                why = f"its worker runs on the node {node!r}, and profiles cover the parent's node only"
+                calls.append(call := PendingCall(address, replica.generation, capability, timeout_s))
+                call.end(Reply(error=Unsupported(address.stage, "start_profile", why)))
+        return await self._replies(calls, stages)
 
     def _write(self, path: Path, folder: Path, requests: Iterable[tuple[str, Period]], replies: Replies) -> None:
         """Write the file, in a thread: a profile may be large. A write that fails leaves an earlier file as it was."""
