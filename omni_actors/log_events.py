@@ -109,7 +109,7 @@ class WorkerRestarted(WorkerSuccessor, frozen=True, kw_only=True):
     """A new worker of a replica was started after a death, and loads its engine.
 
     Attributes:
-        since_death_s: the time since the death.
+        since_death_s: the time since the death, or since the worker was killed or given up with its node.
     """
 
     since_death_s: float
@@ -122,7 +122,7 @@ class WorkerRecovered(WorkerSuccessor, frozen=True, kw_only=True):
     """A replica is ready again.
 
     Attributes:
-        lost_s: the time from the death until now, failed restarts included.
+        lost_s: the time from then until now, failed restarts included.
     """
 
     lost_s: float

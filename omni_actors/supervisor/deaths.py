@@ -37,7 +37,8 @@ class Deaths:
         incarnation, now = replica.incarnation, trio.current_time()
         node = None if incarnation.worker is None else incarnation.worker.node
         exit = replace(exit, reason=incarnation.reason, node=node)
-        replica.outage = outage = replica.outage or Outage(now, exit)
+        replica.outage = outage = replica.outage or Outage(now)
+        outage.exit = outage.exit or exit
         replica.history.append(Death(replica.generation, time.time(), exit))
         incarnation.advance(IncarnationEvent.DIE)
         incarnation.calls.lose(exit, raised=incarnation.failed_call)

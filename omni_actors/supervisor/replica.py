@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import trio
+
 from omni_actors.config import Restart, Stage
 from omni_actors.errors import Death, StageFailed, WorkerExit
 from omni_actors.protocol.mailbox import MailboxFull
@@ -39,13 +41,14 @@ class ReplicaState(enum.Enum):
 
 @dataclass(eq=False)
 class Outage:
-    """The time from the death of a ready worker, or of the first one, until the replica is ready again.
+    """The time from the end of a ready worker, or of the first one, until the replica is ready again.
 
-    began_at: on trio's clock. exit: how that worker ended. requests: how many requests were held by it.
+    It begins when that worker is killed, or given up with its node, else when it has died. began_at: on trio's clock.
+    exit: how that worker ended; None while it is not dead. requests: how many requests were held by it.
     """
 
     began_at: float
-    exit: WorkerExit
+    exit: WorkerExit | None = None
     requests: int = 0
 
 
@@ -76,7 +79,7 @@ class Replica:
     retry_at: float | None = None
     """When a replica that was given up is tried again, on trio's clock; None if it was not given up, or for good."""
     outage: Outage | None = None
-    """Since a death that it has not recovered from; None if there is none."""
+    """Since the end of a worker that it has not recovered from; None if there is none."""
     failed_tries: int = 0
     """Failed tries since it was given up."""
     recent_restarts: tuple[float, ...] = ()
@@ -167,13 +170,19 @@ class Replica:
         return pending
 
     def kill(self, reason: str, *, took_back: bool = False) -> None:
-        """Kill the current worker, for this reason. Harmless if it is dead already. took_back: see ``Incarnation``."""
+        """Kill the current worker, for this reason. Harmless if it is dead already. took_back: see ``Incarnation``.
+
+        The replica is down from now on. Its worker may be dead much later, if its node is lost.
+        """
         incarnation = self.incarnation
         if incarnation.over:
             return
         incarnation.took_back |= took_back
         incarnation.reason = incarnation.reason or reason
         incarnation.stop()
+        self.outage = self.outage or Outage(trio.current_time())
+        if self.state is ReplicaState.READY:
+            self.state, self.note = ReplicaState.RESTARTING, reason
         if incarnation.worker is not None:
             incarnation.worker.kill()
         else:

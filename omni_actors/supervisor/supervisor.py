@@ -314,6 +314,7 @@ class Supervisor:
                         self._handle(replica, *waiting)
                 if worker.mailbox.fault is not None:
                     replica.kill(worker.mailbox.fault)
+                    self.changes.unpark_all()  # it may be dead much later
             exit, reason = await worker.wait_ending(), replica.incarnation.reason
             replica.incarnation.stop()
             replica.state = ReplicaState.RESTARTING

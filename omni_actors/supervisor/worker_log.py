@@ -55,6 +55,7 @@ def _identity(replica: Replica) -> dict[str, Any]:
 def _successor(replica: Replica, outage: Outage, pid: int) -> dict[str, Any]:
     """Return the fields of a log event about a worker that follows a death."""
     exit = outage.exit
+    assert exit is not None, "a worker follows only a dead one"
     ended = {"signal": exit.signal, "exit_code": exit.exit_code, "requests": outage.requests}
     return {**_identity(replica), "pid": pid, **ended}
 

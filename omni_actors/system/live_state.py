@@ -63,7 +63,8 @@ class LiveReplica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     Attributes:
         requests: Requests that it holds.
-        down_since: When the death was that it has not recovered from, in Unix time; None if there is none.
+        down_since: Since when it has had no ready worker after one that has died, was killed or was lost with its
+            node, in Unix time; None if it is not down.
         retry_at: When a replica that was given up is tried again, in Unix time.
         deaths: Its latest deaths, oldest first.
         figures: The measurements of its engine in its last answer to a ping.

@@ -7,6 +7,7 @@ import signal
 
 import msgspec
 import pytest
+import trio
 from opentelemetry.sdk.trace import ReadableSpan
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,6 +17,7 @@ from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.spawner import open_cluster
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.errors import StageCrashed
+from omni_actors.serve.routes.status import overall_status
 from omni_actors.system import LiveState
 from tests.cluster.long_answers import OUTPUTS, PAYLOAD_BYTES, ask_long, long_answers
 from tests.cluster.subprocess_cluster import FixedPlaces, named, open_on_nodes
@@ -35,6 +37,19 @@ class UncertainAgents(SubprocessAgents):
 
 
 LINK_LABELS = ("producer", "consumer", "from_node", "to_node")
+
+
+class UnheardAgents(SubprocessAgents):
+    """Nobody hears that an agent has ended before ``is_known``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_known = trio.Event()
+
+    async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
+        end = await super().run(node, settings)
+        await self.is_known.wait()
+        return end
 
 
 def samples(omni: OmniSystem, name: str, *labels: str) -> dict[tuple[str, ...], float]:
@@ -81,6 +96,41 @@ async def test_health_metrics_and_the_live_state_name_nodes_and_links() -> None:
         assert crossed["first.0", "second.0", "a", "parent"] == spoken.payload_bytes
         assert crossed.keys() == samples(omni, "omni_link_waiting_bytes", *LINK_LABELS).keys()
         assert len(crossed) == len(LINKS)
+
+
+async def test_a_replica_is_down_as_soon_as_its_node_is_given_up() -> None:
+    """Its worker may still run: it counts as dead only when the node is fenced."""
+    agents = UnheardAgents()
+    async with (
+        open_cluster(named("a"), agents, FixedPlaces(NODES)) as spawner,
+        OmniSystem.open(long_answers(), spawner=spawner) as omni,
+    ):
+
+        def shown() -> tuple[str, float | None]:
+            replica = omni.live_state().stages["first"].replicas["0"]
+            return replica.state, replica.down_since
+
+        await omni.wait_ready()
+        assert shown() == ("ready", None)
+        os.kill(agents.pids["a"], signal.SIGKILL)
+        await until(lambda: omni.health().nodes["a"].state != "alive" and not omni.health().ready)
+        health = omni.health()
+        assert health.nodes["a"].state == "lost", "it is not fenced yet"
+        assert overall_status(health) == "restarting"
+        assert samples(omni, "omni_stage_ready", "stage") == {("first",): 0, ("second",): 1}
+        assert samples(omni, "omni_stage_replicas_ready", "stage") == {("first",): 0, ("second",): 1}
+        assert not omni.live_state().ready
+        state, since = shown()
+        assert state == "restarting"
+        assert since == pytest.approx(health.nodes["a"].since, abs=1.0)
+        assert health.stages["first"][0].note == f"NodeLost: a: {health.nodes['a'].why}"
+        assert health.stages["first"][0].history == []
+
+        agents.is_known.set()
+        await until(lambda: len(omni.health().stages["first"][0].history) == 1)
+        assert shown() == ("restarting", since)
+        await wait_restarted(omni, "first", 2)
+        assert shown() == ("ready", None)
 
 
 @pytest.mark.slow
