@@ -84,16 +84,22 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
                 for name in gone:
                     if spawner.remove(name):
                         ray.forget(name)
+                waiting = [each for each in first_workers(pipeline) if places.of(each) is None]
                 for found in ray.nodes:
-                    is_known, kind = found.name in spawner.nodes(), (found.labels, found.gpus)
-                    if is_known and (kinds[found.name] == kind or not spawner.remove(found.name)):
-                        continue  # a node that came back with other labels or devices is a new one
-                    kinds[found.name] = kind
-                    node = _node(pipeline, found, is_parents=False)
-                    waiting = [each for each in first_workers(pipeline) if places.of(each) is None]
+                    known, kind = spawner.nodes().get(found.name), (found.labels, found.gpus)
+                    is_same = known is not None and kinds[found.name] == kind
+                    held = reserved[found.name][1] if is_same else 0.0
+                    node = _node(pipeline, found, held)
                     here = [each for each in waiting if _may_have(pipeline, node, each.stage)]
-                    reserved[node.name] = _resources(pipeline, node, here)
-                    spawner.add(node)
+                    if known is None or (not is_same and spawner.remove(found.name)):
+                        kinds[found.name] = kind  # a node that came back with other labels or devices is a new one
+                        reserved[node.name] = _resources(pipeline, node, here)
+                        spawner.add(node)
+                        continue
+                    is_idle = known.state == "alive" and not known.parent and not places.has_worker(node.name)
+                    if here and is_idle and node.gpus > held:
+                        reserved[node.name] = _resources(pipeline, node, here)
+                        spawner.renew(node)
 
             ray.on_found = on_found
             yield spawner
@@ -132,11 +138,14 @@ def plan_again(pipeline: Pipeline, places: Placements) -> None:
     places.plan()
 
 
-def _node(pipeline: Pipeline, found: RayNode, *, is_parents: bool) -> Node:
-    """Return a node as placement sees it. Its devices: what its agent will reserve, or what the parent sees."""
+def _node(pipeline: Pipeline, found: RayNode, held: float = 0.0, *, is_parents: bool = False) -> Node:
+    """Return a node as placement sees it. Its devices: what its agent will reserve, or what the parent sees.
+
+    held: how many devices its present agent has, which the next one may have.
+    """
     labels = (PARENT, *found.labels) if is_parents else found.labels
     node = Node(name=found.name, labels=labels, cpus=found.cpus)
-    gpus = min(found.free_gpus, most_devices(pipeline, node))
+    gpus = min(found.free_gpus + int(held), found.gpus, most_devices(pipeline, node))
     if is_parents:
         gpus = len(visible_devices(os.environ.get(VISIBLE), found.gpus) or ())
     return structs.replace(node, gpus=gpus)

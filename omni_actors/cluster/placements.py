@@ -44,6 +44,10 @@ class Placements:
         """Return the place that a worker has, whether it runs or not; None if it has none."""
         return self._places.get(address)
 
+    def has_worker(self, node: str) -> bool:
+        """Return whether a worker has its place on a node."""
+        return any(at.node == node for at in self._places.values())
+
     def plan(self) -> None:
         """Give all workers that the pipeline has at first their places together. Raises NoPlace."""
         self._take(place(self._pipeline, first_workers(self._pipeline), self.nodes, self._places))

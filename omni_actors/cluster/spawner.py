@@ -307,6 +307,11 @@ class ClusterSpawner:
         self._places.forget(name)
         return True
 
+    def renew(self, node: Node) -> None:
+        """Start the agent of a node again, because the node has more devices now. No worker has its place there."""
+        self._nodes[node.name] = node
+        self._agents[node.name].give_up("it starts again, because more devices are free")
+
     async def wait_up(self, replan: Callable[[], None] | None) -> None:
         """Wait until each node has an agent with a lease, or its first one was given up.
 

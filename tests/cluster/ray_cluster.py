@@ -48,6 +48,10 @@ class RayCluster(NamedTuple):
         self.process.stdin.flush()
         assert self.process.stdout.readline() == f"{name} {role}\n".encode()
 
+    def free(self) -> None:
+        """Let the other job end that holds devices and CPUs."""
+        self.add(FREE, "")
+
 
 @contextmanager
 def secret_of_ray() -> Iterator[None]:
@@ -91,6 +95,7 @@ def ray_cluster(*nodes: str) -> Iterator[RayCluster]:
                     part.kill()
 
 
+FREE = "free"
 HOLDERS: list[Any] = []
 """The actors of the other job, which live as long as this process refers to them."""
 
@@ -112,7 +117,7 @@ def hold_devices(address: str, node_id: str, count: int, cpus: int) -> list[str]
 
 
 def main() -> None:
-    """Run the cluster until stdin ends. Each of its lines is the name and the role of a node that is added."""
+    """Run the cluster until stdin ends. Each of its lines is the name and the role of a node to add, or "free"."""
     from ray.cluster_utils import Cluster
 
     def of_node(name: str, gpus: int = 0, role: str = "compute") -> dict[str, Any]:
@@ -139,8 +144,11 @@ def main() -> None:
         json.dumps({"address": cluster.address, "raylets": raylets, "gcs": gcs, "taken": taken}), file=told, flush=True
     )
     for line in sys.stdin:
-        name, role = line.split()
-        cluster.add_node(**of_node(name, role=role))
+        name, _, role = line.strip("\n").partition(" ")
+        if name == FREE:
+            HOLDERS.clear()
+        else:
+            cluster.add_node(**of_node(name, role=role))
         print(line, end="", file=told, flush=True)
     cluster.shutdown()
 

@@ -330,6 +330,23 @@ def killed_at_the_end(pid: int) -> Iterator[None]:
                 each.kill()
 
 
+async def test_a_worker_that_waits_gets_a_device_that_another_job_frees() -> None:
+    """The agent of its node was started while there was none."""
+    stage = Stage(
+        engine="tests.cluster.device_engine:without_devices", accepts=("script",), emits="audio", device="cuda"
+    )
+    placed = Cluster(nodes={"only": "role=compute"}, lease_s=LEASE_S)
+    pipeline = Pipeline(name="devices", stages={"only": stage}, cluster=placed)
+    with ray_cluster("g1:1", "g2:1:1") as cluster, trio.fail_after(2 * WATCHDOG_S):
+        async with OmniSystem.open(pipeline, cluster=cluster.address) as omni:
+            assert [each.node for each in omni.health().stages["only"]] == ["g1"]
+            assert omni.health().nodes["g2"].state == "alive"
+            os.kill(cluster.raylets["g1"], signal.SIGKILL)
+            await until(lambda: "g2: it has no devices" in omni.health().stages["only"][0].note)
+            await trio.to_thread.run_sync(cluster.free)
+            await until(lambda: [each.node for each in omni.health().stages["only"]] == ["g2"] and omni.health().ready)
+
+
 async def test_an_agent_waits_for_nothing_that_another_job_holds() -> None:
     """CPUs are a preference: it does with fewer. Its GPUs are needed: the reason says how many are free."""
     placed = {"cluster": {"nodes": {"first": "g"}}, "stages.first.threads": 2}
