@@ -52,7 +52,7 @@ def worker_spec(
     return WorkerSpec(
         address=address,
         factory=pipeline.spec(name).factory,
-        model=str(models[name]) if name in models else None,
+        model=str(models[name].absolute()) if name in models else None,  # other nodes have other working directories
         tokenizer=_directory(pipeline.stages[name].tokenizer),
         options=pipeline.options(name),
         threads=pipeline.threads(name),
@@ -69,7 +69,7 @@ def worker_spec(
 
 
 def _directory(model: str | None) -> str | None:
-    return None if model is None else str(assets.resolve(model))
+    return None if model is None else str(assets.resolve(model).absolute())
 
 
 def descriptors(pipeline: Pipeline) -> int:
