@@ -291,7 +291,7 @@ class EngineFailed(_Control, frozen=True):
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one stage did for one request. Times are CLOCK_MONOTONIC seconds, comparable between processes."""
+    """What one stage did for one request. Times are CLOCK_MONOTONIC seconds, comparable within one machine."""
 
     stage: str
     started: float
