@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import soundfile
 
+from omni_actors.system.live_requests import STDERR_LINES
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import Server, Start
+from tests.support.served_engines import LAST_LINES
 
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine")
 
@@ -81,14 +84,134 @@ def test_a_typed_question_is_answered_while_a_stage_is_killed(lively: Server, fi
         assert page.errors == []
 
 
+def begin(page: Page, server: Server) -> None:
+    """Open the page, and have an answer begin."""
+    page.resize(1280, 900)
+    page.open(server.url)
+    enter(page, "hello")
+    page.wait("document.querySelectorAll('.message.assistant .w').length > 0")
+
+
+SAID = "[...document.querySelectorAll('.message.assistant .said')].at(-1).innerText.length"
+"""How long the text of the latest answer is."""
+RATES = "[...document.querySelectorAll('.edge[data-flows=true] .label text')].map(each => each.textContent)"
+"""What the labels of the rings with bytes say."""
+USED = "[...document.querySelectorAll('.edge .label[data-used=true] .fill')].map(each => each.width.baseVal.value)"
+"""The gauges of the rings that hold something, in pixels."""
+RECEIVED_S = "(async () => (await import('/page/js/conversation.js')).talk.value.messages.at(-1).player.received)()"
+"""How many seconds of sound of the latest answer have come."""
+
+
 @pytest.mark.slow
-def test_a_request_is_shown_with_its_underruns(start: Start) -> None:
+def test_a_frozen_stage_leaves_its_ring_unread_and_the_answer_goes_on_when_it_thaws(lively: Server) -> None:
+    worker = psutil.Process(lively.pid_of("mouth"))
+    buttons = f"[...document.querySelectorAll({json.dumps(in_stage('mouth', '.chaos button'))})]"
+    labels = f"{buttons}.map(each => each.innerText).join()"
+    with open_page() as page:
+        begin(page, lively)
+        page.wait(f"{RATES}.length >= 3 && {RATES}.every(each => /^[1-9][0-9.]* K?B[/]s$/.test(each))")
+        page.click(in_stage("mouth", "[data-fault=freeze]"))
+        page.wait(f"{labels} === 'kill,thaw,starve'")
+        lively.wait(lambda: worker.status() == psutil.STATUS_STOPPED, "the worker to be frozen")
+        assert page.evaluate("document.querySelectorAll('[data-fault=thaw]').length") == 1, "no other stage is frozen"
+        filled = page.wait(f"Math.max(0, ...{USED})")
+        page.wait(f"Math.max(0, ...{USED}) > 2 * {filled}")
+        titles = "[...document.querySelectorAll('.edge title')].map(each => each.textContent)"
+        page.wait(f"{titles}.some(each => /^[1-9].* of .* used/.test(each))")
+        page.wait(f"{RATES}.length === 2")  # of the text, to the stage and to the client
+        received_s, written = page.evaluate(RECEIVED_S), page.evaluate(SAID)
+        page.wait(f"{SAID} > {written}")
+        assert page.evaluate(RECEIVED_S) == received_s, "the text goes on, and the sound waits"
+        page.click(in_stage("mouth", "[data-fault=thaw]"))
+        page.wait(f"{labels} === 'kill,freeze,starve'")
+        page.wait(f"{RECEIVED_S}.then((received) => received > {received_s})")
+        wait_done(page)
+        page.wait(f"{USED}.length === 0 && {RATES}.length === 0")
+        assert said(page) == "hello" * 100
+        assert page.evaluate(RECEIVED_S) == pytest.approx(10, abs=0.01), "each of the words lasts 0.1 s"
+        assert lively.pid_of("mouth") == worker.pid
+        assert page.errors == []
+
+
+STARVED = "performance.getEntriesByType('resource').some(({name}) => name.includes('fault=starve'))"
+"""Whether the server has answered that the stage was starved: it does when that is over."""
+
+
+@pytest.mark.slow
+def test_an_answer_goes_on_while_a_stage_is_starved(lively: Server) -> None:
+    worker = psutil.Process(lively.pid_of("mind"))
+    with open_page() as page:
+        begin(page, lively)
+        page.click(in_stage("mind", "[data-fault=starve]"))
+        lively.wait(lambda: worker.status() == psutil.STATUS_STOPPED, "the worker to be starved")
+        written = page.evaluate(SAID)
+        went_on = f"{SAID} > {written} + 5 * 'hello'.length"
+        assert page.wait(f"({went_on} && 'before') || ({STARVED} && 'after')") == "before"
+        wait_done(page)
+        assert said(page) == "hello" * 100
+        page.wait(STARVED)
+        lively.wait(lambda: worker.status() != psutil.STATUS_STOPPED, "the worker to run again")
+        assert lively.pid_of("mind") == worker.pid
+        assert page.errors == []
+
+
+@pytest.mark.slow
+def test_a_death_is_shown_with_the_last_lines_of_its_stderr(lively: Server, fixture_processes: set[int]) -> None:
+    """The request kills its first worker, and the next two, which it is replayed in."""
+    body = {"model": "studio", "voice": "any", "input": "a deadly word"}
+    generation = lively.replica("mouth")["generation"]
+    titles = "[...document.querySelectorAll('.deaths li')].map(each => each.innerText)"
+    stderr = ".deaths details"
+    with open_page() as page:
+        page.resize(1280, 900)
+        page.open(lively.url)
+        page.wait("document.querySelector('.deaths')")
+        assert page.evaluate(f"document.querySelector({json.dumps(stderr)})") is None
+        assert lively.http.post("/v1/audio/speech", json=body).status_code == 422
+        lively.wait(lambda: lively.status() == "ready", "the last restart")
+        fixture_processes.add(lively.pid_of("mouth"))
+        page.wait(f"document.querySelectorAll({json.dumps(stderr)}).length === 4")  # that of the request is the last's
+        place = next(n for n, text in enumerate(page.evaluate(titles)) if f"mouth.0, generation {generation}\n" in text)
+        assert "exit 3" in page.evaluate(titles)[place]
+        entry = f".deaths li:nth-child({place + 1})"
+        lines = f"document.querySelector({json.dumps(f'{entry} pre')})"
+        assert not page.evaluate(f"{lines}.checkVisibility()")
+        page.click(f"{entry} summary")
+        page.wait(f"{lines}.checkVisibility()")
+        assert page.evaluate(f"{lines}.innerText") == "".join(LAST_LINES[-STDERR_LINES:]).strip()
+        assert page.errors == []
+
+
+FIGURES = "[...document.querySelectorAll('.sparks output')].map(each => each.innerText)"
+"""The latest time to first sound, and the tokens per second."""
+DRAWN = """[...document.querySelectorAll('.spark canvas')].map((canvas) => {
+  const {width, height} = canvas, {data} = canvas.getContext('2d').getImageData(0, 0, width, height);
+  const rows = [];
+  for (let at = 3; at < data.length; at += 4) if (data[at] > 200) rows.push(Math.floor(at / 4 / width) / height);
+  return rows.length ? 1 - Math.min(...rows) : 0;
+})"""
+"""How high the line of each sparkline goes, as a part of its height. The largest value is at 1 / 1.1 of it."""
+
+
+@pytest.mark.slow
+def test_a_request_is_shown_with_its_underruns_and_in_the_sparklines(start: Start) -> None:
     """A word lasts 0.1 s, and each of the three takes 0.7 s."""
     body = {"model": "studio", "voice": "any", "input": "la la la", "response_format": "pcm"}
     with start("-s", "stages.mouth.options.step_s=0.7") as server, open_page() as page:
+        page.resize(1280, 900)
         page.open(server.url)
+        page.wait(f"{DRAWN}[1] > 0")
+        assert page.evaluate(FIGURES) == ["–", "0.0"]
+        assert page.evaluate(f"{DRAWN}[0]") == 0
+        assert page.evaluate(f"{DRAWN}[1]") < 0.2
         assert server.http.post("/v1/audio/speech", json=body).status_code == 200
         page.wait("document.querySelector('.requests summary')?.innerText.includes('2 underruns')")
+        page.wait(f"{FIGURES}[0].match(/^([7-9].. ms|[1-9][0-9.]* s)$/)")  # the first word takes 0.7 s at least
+        page.wait(f"0.8 < {DRAWN}[0] && {DRAWN}[0] < 1")
+        enter(page, "hello")
+        page.wait(f"Number({FIGURES}[1]) > 0")
+        page.wait(f"0.8 < {DRAWN}[1] && {DRAWN}[1] < 1")
+        page.wait(f"{FIGURES}[1] === '0.0' && {DRAWN}[1] > 0.8")
         assert page.errors == []
 
 
