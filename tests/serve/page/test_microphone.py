@@ -1,12 +1,15 @@
-"""The sound of the microphone, which the page sends with 24 kHz, in a headless Chromium."""
+"""The microphone in a headless Chromium: its sound, which the page sends with 24 kHz, and speech, which it marks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 
+from bench.turns import RATE, SENTENCES, say
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import Server
 
@@ -92,4 +95,49 @@ def test_the_microphone_is_read_at_the_rate_of_the_device(studio: Server) -> Non
         page.evaluate(FIREFOX)
         sound = np.array(page.evaluate(RECORD))
         assert np.abs(sound).max() > 1_000, "Chromium's own microphone beeps"
+        assert page.errors == []
+
+
+STRIP = """(() => {
+  const canvas = document.querySelector('.wave canvas'), {width, height} = canvas, lane = (height - 8) / 2;
+  const context = canvas.getContext('2d');
+  const painted = (y) => {
+    const {data} = context.getImageData(0, y, width, 1);
+    return Array.from({length: width}, (_, x) => data[4 * x + 3] > 127);
+  };
+  return {bold: painted(lane + 2), thin: painted(lane + 4)};
+})()"""
+"""Where the strip between the waveforms is painted, and where it is bold: a boolean a pixel. Now is at the right."""
+WATCH = f"""(() => {{
+  window.seen = {{bold: [], labels: []}};
+  const note = (list, value) => list.at(-1) === value || list.push(value);
+  setInterval(() => {{
+    note(seen.bold, {STRIP}.bold.at(-1));
+    note(seen.labels, document.querySelector('.wave canvas').ariaLabel.includes('speech is heard'));
+  }}, 20);
+}})()"""
+"""Notes each change of whether the strip is bold at its right end, and of whether its label says so."""
+SHOWN_S = 12
+"""How long the strip is, as in ``sound.js``."""
+
+
+@pytest.mark.voice
+def test_the_strip_is_bold_where_the_server_has_heard_speech(studio: Server, tmp_path: Path) -> None:
+    microphone = tmp_path / "speech.wav"
+    silence = np.zeros(RATE)
+    soundfile.write(microphone, np.concatenate([silence, say(SENTENCES[5]), *[silence] * 120]), RATE, subtype="PCM_16")
+    with open_page(microphone=microphone) as page:
+        page.open(studio.url)
+        page.wait("document.querySelector('.wave canvas')")
+        page.evaluate(WATCH)
+        page.click("#hands-free")
+        page.wait("seen.bold.length > 2 && seen.labels.length > 2")
+        assert page.evaluate("seen") == {"bold": [False, True, False], "labels": [False, True, False]}
+        heard = "(await import('/page/js/voice.js')).heard.speech"
+        strip, speech = page.evaluate(f"(async () => [{STRIP}, {heard}])()")
+        assert all(strip["thin"])
+        [(begin, end)] = speech
+        pixels = np.flatnonzero(strip["bold"])
+        assert pixels[-1] - pixels[0] == len(pixels) - 1, "it is one time"
+        assert len(pixels) / len(strip["bold"]) * SHOWN_S == pytest.approx(end - begin, abs=0.1)
         assert page.errors == []
