@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import trio
 from msgspec import structs
@@ -63,6 +63,16 @@ class Placements:
             if isinstance(why := found[address], NoPlace):
                 raise why
         return self._places[address]
+
+    def check(self, addresses: Collection[Address]) -> None:
+        """Raise NoPlace if one of these further workers would have to wait for a place now.
+
+        Those that wait already, or will when their deaths are known, come before them.
+        """
+        found = place_each(self._pipeline, [*self._unplaced, *addresses], self.nodes, self._places)
+        for address in addresses:
+            if isinstance(why := found[address], NoPlace):
+                raise why
 
     def _take(self, places: Places) -> None:
         self._places |= places

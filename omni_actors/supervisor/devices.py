@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
+import trio
+
 from omni_actors.config.devices import VISIBLE, is_one_device
 from omni_actors.protocol.messages import WorkerSpec
 from omni_actors.supervisor.process import Spawner, SpawnFailed, Worker
 from omni_actors.supervisor.replica import Replica
 
 
-async def wait_place(spawner: Spawner, replica: Replica) -> tuple[str, ...]:
+async def wait_place(spawner: Spawner, replica: Replica, changes: trio.lowlevel.ParkingLot) -> tuple[str, ...]:
     """Wait until a worker of a replica can be started somewhere. It is no checkpoint if one can be.
 
-    The time does not count as loading. Meanwhile the replica's note says what it waits for. Returns which devices of
-    this machine the worker gets.
+    The time does not count as loading. Meanwhile the replica's note says what it waits for. changes: woken when it
+    begins to wait, or the reason changes. Returns which devices of this machine the worker gets.
     """
-    note = replica.note
+    note, incarnation = replica.note, replica.incarnation
 
     def on_waiting(reason: str) -> None:
-        replica.note = reason
+        replica.note = incarnation.no_place = reason
+        changes.unpark_all()
 
     devices = await spawner.wait_place(replica.address, on_waiting)
-    replica.note = note
+    replica.note, incarnation.no_place = note, None
     return replica.spec.devices if devices is None else devices
 
 

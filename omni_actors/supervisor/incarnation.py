@@ -98,6 +98,8 @@ class Incarnation:
         """Whether it ends because a part of the desired state was taken back. The replica then starts again in any
         case, and that does not count against its intensity."""
         self.load_error: str | None = None
+        self.no_place: str | None = None
+        """Why no node has room for it, while it waits for a place; else None."""
         self.start_error: OmniError | None = None
         """Why no process was started for it."""
         self.failed_call = False

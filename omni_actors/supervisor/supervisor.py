@@ -126,6 +126,10 @@ class Supervisor:
         with trio.CancelScope(shield=True):
             await self._start(woken)
 
+    def check_places(self, addresses: Collection[messages.Address]) -> None:
+        """Raise NoPlace if a replica that is added now, with one of these addresses, would wait for a place."""
+        self._spawner.check_places(addresses)
+
     def add(self, spec: messages.WorkerSpec) -> Replica:
         """Add a replica, whose first worker is started as soon as other tasks have run, unless the supervisor ends."""
         earlier = self._generations.pop(spec.address, 0)
@@ -247,7 +251,7 @@ class Supervisor:
         """Run a worker from its spawn until it is reaped. If cancelled, stop it."""
         incarnation = replica.incarnation
         try:
-            here = await devices.wait_place(self._spawner, replica)
+            here = await devices.wait_place(self._spawner, replica, self.changes)
             await devices.lock_devices(replica, here)
             async with devices.spawn(self._spawner, replica, self._mailbox_capacity) as worker:
                 incarnation.worker = worker

@@ -8,8 +8,9 @@ Rules
 3. A replica that is removed is drained first: it gets no new request. Those that are left when ``drain_s`` has passed
    lose their work there as by a death, and resume at another replica, at no cost of ``limits.replays``. A replica can
    be taken back while it drains and its worker lives. It has the desired state, as it has got every change of it.
-4. The number that is wanted changes at once; replicas follow. If a new one cannot load, it is removed again, unless
-   the stage had one given up before in its place.
+4. The number that is wanted changes at once; replicas follow. If a new one cannot load, or has to wait for a place on
+   a node, it is removed again, unless the stage had one given up before in its place. One that a request has started
+   may wait for its place: nodes that were lost come back.
 5. A replica's number decides its devices (``config/devices.py``). Numbers are below the number of workers at the time
    when the replica was added, so the devices of two replicas never overlap. A worker that is being stopped still has
    its devices: a change that adds replicas waits for its end.
@@ -31,7 +32,7 @@ import trio
 from omni_actors.config import Pipeline
 from omni_actors.config.devices import DeviceLayoutError
 from omni_actors.config.schema import MAX_REPLICAS
-from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed, TemporarilyRefused
+from omni_actors.errors import InvalidRequest, NoPlace, StageAsleep, StageFailed, SystemClosed, TemporarilyRefused
 from omni_actors.log_events import AutoscaleFailed, record
 from omni_actors.protocol.messages import Address, WorkerSpec
 from omni_actors.stages.assets import ModelNotFound
@@ -95,8 +96,9 @@ class ScaleControl(Control):
             The number before and after, and the time.
 
         Raises:
-            InvalidRequest: An argument is wrong, or there are no devices for so many replicas (code "no_devices");
-                nothing has changed.
+            InvalidRequest: An argument is wrong, or there are no devices for so many replicas, on a cluster no room on
+                any node (code "no_devices"); nothing has changed. Or the room for a new replica is lost with its node
+                before it is ready: then the same holds as for StageFailed.
             TemporarilyRefused: The system lacks files or descriptors for new replicas (code "cannot_start"); nothing
                 has changed.
             StageAsleep: The stage sleeps; nothing has changed.
@@ -119,7 +121,8 @@ class ScaleControl(Control):
     async def _change(self, stage: str, replicas: int, *, is_needed: bool = False) -> list[Drain]:
         """Change the number of replicas, and return the drains that have begun. The caller holds the stage's lock.
 
-        is_needed: whether the stage falls asleep only when requests that wait for it have ended.
+        is_needed: whether requests wait for a replica. Then the stage does not fall asleep before these have ended, and
+        they wait on if no node has room for it now.
         There is no checkpoint after drains have begun, so the caller always gets them.
         """
         pools, workers = self._orchestrator.pools, self.pipeline.stages[stage].workers_for(replicas)
@@ -134,7 +137,7 @@ class ScaleControl(Control):
             else:
                 break
             self._require_open(stage, is_needed=is_needed)
-        specs = self._new_specs(stage, workers) if change.new else []
+        specs = self._new_specs(stage, workers, may_wait=is_needed) if change.new else []
         for each in given_up:  # no checkpoint follows until there are others: requests would wait in vain
             self._supervisor.forget(each)
             pools.remove(each)
@@ -142,7 +145,7 @@ class ScaleControl(Control):
             self._take_back(each)
         pools.want(stage, replicas)
         if specs:
-            await self._add(stage, specs, min(before, replicas))
+            await self._add(stage, specs, min(before, replicas), may_wait=is_needed)
         return self._begin_drains(change.leaving)
 
     def _require_open(self, stage: str, *, is_needed: bool) -> None:
@@ -175,36 +178,42 @@ class ScaleControl(Control):
         self._orchestrator.pools.take_back(replica)
         drain.scope.cancel()
 
-    def _new_specs(self, stage: str, workers: int) -> list[WorkerSpec]:
-        """Return what the workers run that a stage lacks. Raises InvalidRequest, TemporarilyRefused (see ``scale``)."""
+    def _new_specs(self, stage: str, workers: int, *, may_wait: bool) -> list[WorkerSpec]:
+        """Return what the workers run that a stage lacks. Raises InvalidRequest, TemporarilyRefused (see ``scale``).
+
+        may_wait: whether they may wait for a place on a node.
+        """
         taken = {each.address.replica for each in self._orchestrator.pools.replicas(stage) if not each.given_up}
         free = [number for number in range(workers) if number not in taken][: max(0, workers - len(taken))]
         try:
             devices = machine.layout(self.pipeline, stage, workers) if free else ()
+            if not may_wait:
+                self._supervisor.check_places([Address(stage, each) for each in free])
             return [worker_spec(self.pipeline, self._models, Address(stage, each), devices[each]) for each in free]
-        except DeviceLayoutError as error:
-            raise InvalidRequest(f"replicas: {error}", param="replicas", code="no_devices") from error
+        except (DeviceLayoutError, NoPlace) as error:
+            raise _no_devices(str(error)) from error
         except (OSError, ModelNotFound) as error:
             raise TemporarilyRefused(f"stage {stage!r} cannot start replicas: {error}", code="cannot_start") from error
 
-    async def _add(self, stage: str, specs: Sequence[WorkerSpec], least: int) -> None:
-        """Add replicas, and wait until each has been ready. Raises StageFailed, SystemClosed.
+    async def _add(self, stage: str, specs: Sequence[WorkerSpec], least: int, *, may_wait: bool) -> None:
+        """Add replicas, and wait until each has been ready. Raises StageFailed, SystemClosed, InvalidRequest.
 
         least: how many the stage has afterwards even if none can load; of those, some were given up then.
+        may_wait: whether one that has to wait for a place on a node is left to that. If not, it raises InvalidRequest.
         """
         pools = self._orchestrator.pools
         added = [self._supervisor.add(spec) for spec in specs]
         for each in added:
             pools.add(each)
-        while not all(each.load_s is not None or each.state is ReplicaState.FAILED for each in added):
+        while not all(_is_decided(each) for each in added):
             await self.wait_changed()
-        if failed := [each for each in added if each.load_s is None]:
+        not_ready = [each for each in added if each.load_s is None]
+        if failed := [each for each in not_ready if each.state is ReplicaState.FAILED or not may_wait]:
             left = sum(not each.leaving for each in pools.replicas(stage)) - len(failed)
             pools.want(stage, max(least, min(pools.wanted(stage), left)))  # rather a replica than a standby
-            failure = failed[0].failure
+            error = failed[0].failure or _no_devices(str(failed[0].incarnation.no_place))
             await self._drain_all(self._begin_drains(failed[max(0, least - left) :]), 0.0)
-            assert failure is not None, "a failed replica has the reason"
-            raise failure.with_traceback(None)
+            raise error.with_traceback(None)
 
     def _begin_drains(self, leaving: Sequence[Replica]) -> list[Drain]:
         """Give replicas that leave no more requests. The caller waits for the drains (``_drain_all``)."""
@@ -301,3 +310,13 @@ class ScaleControl(Control):
                         starting.add(stage)
                         nursery.start_soon(start, stage)
                 await pools.wait_unplaced()
+
+
+def _is_decided(added: Replica) -> bool:
+    """Whether an added replica has been ready, or is not going to be for now."""
+    has_no_place = added.incarnation.no_place is not None
+    return added.load_s is not None or added.state is ReplicaState.FAILED or has_no_place
+
+
+def _no_devices(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"replicas: {reason}", param="replicas", code="no_devices")

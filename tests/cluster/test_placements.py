@@ -40,6 +40,19 @@ def test_a_worker_keeps_its_place_over_its_restarts() -> None:
     assert [found.find(A1), found.find(A0)] == places[::-1]
 
 
+def test_a_further_worker_comes_after_those_that_will_be_placed_anew() -> None:
+    found = placements(HERE, G1, G2, cluster={"nodes": {"a": "gpu"}}, a={"device": "cuda"})
+    assert (node(found, A0), node(found, B0)) == ("g1", "here")
+    found.check([A1])
+    with pytest.raises(NoPlace, match=r"no node can run a\.2: .*g1, g2: it has no devices"):
+        found.check([A1, Address("a", 2)])
+    found.lose("g1")
+    with pytest.raises(NoPlace, match=r"g1: it is lost; g2: it has no devices"):
+        found.check([A1])
+    assert found.of(A1) is None
+    assert node(found, A0) == "g2"
+
+
 def test_the_workers_of_a_lost_node_move() -> None:
     found = placements(HERE, G1, G2, cluster={"nodes": {"a": "gpu"}})
     assert (node(found, A0), node(found, B0)) == ("g1", "here")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 
 import psutil
 import pytest
-import trio
 from msgspec import structs
 
 from omni_actors import OmniSystem
-from omni_actors.cluster.agent import AgentSettings
-from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.placement import PARENT, Node
 from omni_actors.cluster.placements import Placements
 from omni_actors.cluster.spawner import open_cluster
-from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.config import Cluster
 from omni_actors.system.health import ReplicaHealth
+from tests.cluster.held_agents import HeldAgents
 from tests.cluster.long_answers import ask_long, check_exact, has_ended, long_answers, read_until_first
 from tests.support.echo_systems import pid_of, read, until, wait_for
 from tests.support.network import Namespace, namespaces
@@ -28,22 +23,6 @@ from tests.support.network import Namespace, namespaces
 NODES = [Node(name="here", labels=(PARENT,)), *(Node(name=name, labels=("gpu",), gpus=1) for name in ("a", "b"))]
 """Each of the others claims to have one device, so it has room for one worker of the stage "first"."""
 LEASE_S = 4.0
-
-
-class HeldAgents(SubprocessAgents):
-    """Each node's first agent starts at once, and its later ones not before ``may_return``."""
-
-    def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
-        super().__init__(commands)
-        self.may_return = trio.Event()
-
-    async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
-        if node in self.pids:
-            await self.may_return.wait()
-        return await super().run(node, settings)
-
-    def kill(self, node: str) -> None:
-        os.kill(self.pids[node], signal.SIGKILL)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import trio
 
-from omni_actors.errors import StageAsleep, StageFailed, SystemClosed
+from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed
 from omni_actors.stress.controls import Controls
 from omni_actors.stress.simulation.journal import Journal
 from omni_actors.stress.workload import Workload
@@ -107,7 +107,7 @@ class SimulatedScaling:
             await trio.sleep(AGAIN_S)
 
     async def _scale(self, stage: str, replicas: int, drain_s: float | None) -> None:
-        """Scale a stage, unless it sleeps or the new replicas cannot load. Raises SystemClosed."""
-        with suppress(StageAsleep, StageFailed):
+        """Scale a stage, unless it sleeps or the new replicas have no place or cannot load. Raises SystemClosed."""
+        with suppress(InvalidRequest, StageAsleep, StageFailed):
             scaled = await self._omni.scale(stage, replicas, drain_s=drain_s)
             self._journal.note(f"{scaled}")
