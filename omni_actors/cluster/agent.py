@@ -24,6 +24,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -157,7 +158,7 @@ class _Agent:
     async def _renew(self) -> None:
         """Ask for renewals until cancelled. The kernel enforces the end of the lease."""
         while True:
-            self._connection.post(control.Renew(now()))
+            self._connection.post(control.Renew(now(), time.monotonic()))
             await trio.sleep(self._lease.lease_s / RENEWALS)
 
     async def _report(self, log: _Log) -> None:

@@ -62,9 +62,13 @@ class Hello(_Message, frozen=True, omit_defaults=True):
 
 
 class Renew(_Message, frozen=True):
-    """Ask for a renewal of the lease. asked_at: the agent's clock, which the grant repeats."""
+    """Ask for a renewal of the lease.
+
+    asked_at: the agent's clock of leases, which the grant repeats. monotonic: its CLOCK_MONOTONIC, in seconds.
+    """
 
     asked_at: float
+    monotonic: float
 
 
 class Spawned(_Message, frozen=True):

@@ -10,13 +10,14 @@ Rules
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import trio
 
@@ -34,6 +35,8 @@ from omni_actors.supervisor.nodes import NodeCondition, NodeState
 from omni_actors.supervisor.process import PlaceLost, SpawnFailed
 from ringbuf import RingStatistics
 
+BEHIND: Final = 16
+"""How many of the last measurements of a node's clock are kept. The one with the least delay counts."""
 WORKER_LOGGERS = "omni_actors.worker."
 WorkerNews: TypeAlias = control.Spawned | control.NotSpawned | control.Unusable | control.Ending | control.Dead
 AgentNews: TypeAlias = control.Hello | control.Renew | control.Statistics | control.LinkLost | control.LogLine
@@ -75,6 +78,8 @@ class RemoteAgent:
         self._workers: dict[int, RemoteWorker] = {}
         self._rings: Mapping[int, tuple[int, int, int, int]] = {}
         self._checkpoints = RemoteCheckpoints(self._drop)
+        self._behind = collections.deque[float](maxlen=BEHIND)
+        """How far its CLOCK_MONOTONIC was behind the parent's, in seconds, when a message that told it had arrived."""
         self._scope = trio.CancelScope()
         self._ran = False
         """Whether it has had a connection."""
@@ -112,7 +117,12 @@ class RemoteAgent:
         """Start a worker there (see ``Spawner.spawn``). Raises SpawnFailed; PlaceLost: the agent is lost."""
         number = next(self._numbers)
         mailbox = RemoteMailbox(
-            number, mailbox_capacity, post=self.post, sent=self._sent, memory_of=self._checkpoints.memory_of
+            number,
+            mailbox_capacity,
+            post=self.post,
+            sent=self._sent,
+            memory_of=self._checkpoints.memory_of,
+            behind=lambda: min(self._behind, default=0.0),
         )
         worker = RemoteWorker(mailbox, kill=lambda: self._kill(number))
         if self.lost is not None:
@@ -244,7 +254,8 @@ class RemoteAgent:
 
     def _handle(self, message: WorkerNews | AgentNews) -> None:
         match message:
-            case control.Renew(asked_at):
+            case control.Renew(asked_at, monotonic):
+                self._behind.append(time.monotonic() - monotonic)
                 if self._lease.grant(now()):
                     self.post(control.Granted(asked_at))
                     if not self.up.is_set():

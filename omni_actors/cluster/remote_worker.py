@@ -34,7 +34,8 @@ class RemoteMailbox:
 
     number: the worker's. post: sends a message to the agent and returns how many were posted so far. sent: returns how
     many of these have been sent. memory_of: returns which memory of the agent's a descriptor stands for, if any
-    (``remote_checkpoints``). capacity: how many messages may wait in each direction.
+    (``remote_checkpoints``). behind: returns how far the node's CLOCK_MONOTONIC is behind the parent's, in seconds.
+    capacity: how many messages may wait in each direction.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class RemoteMailbox:
         post: Callable[[ToAgent], int],
         sent: Callable[[], int],
         memory_of: Callable[[int], int | None] = lambda fd: None,
+        behind: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._number, self._capacity = number, capacity
-        self._post, self._sent, self._memory_of = post, sent, memory_of
+        self._post, self._sent, self._memory_of, self._behind = post, sent, memory_of, behind
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
         self._posted: collections.deque[int] = collections.deque()
         """The numbers, on the control connection, of messages that are not sent yet."""
@@ -80,6 +82,8 @@ class RemoteMailbox:
         """
         try:
             for message in messages.unpack(packet):
+                if isinstance(message, messages.Finished):
+                    message = messages.Finished(message.request, message.stats.later(self._behind()))
                 await self.take_message(message)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.fail(f"a control packet of {len(packet)} bytes cannot be decoded: {error}")

@@ -291,7 +291,10 @@ class EngineFailed(_Control, frozen=True):
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one stage did for one request. Times are CLOCK_MONOTONIC seconds, comparable within one machine."""
+    """What one stage did for one request.
+
+    Times are CLOCK_MONOTONIC seconds: of the worker's machine, and in the parent of the parent's.
+    """
 
     stage: str
     started: float
@@ -305,6 +308,12 @@ class StageStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes sent over each outgoing edge, by the consumer's address."""
     node: str | None = None
     """The name of the worker's node; None without a cluster."""
+
+    def later(self, seconds: float) -> StageStats:
+        """Return the same with all times later by so many seconds."""
+        times = {name: getattr(self, name) for name in ("started", "first_input", "first_output", "finished")}
+        moved = {name: time + seconds for name, time in times.items() if time is not None}
+        return msgspec.structs.replace(self, **moved)
 
 
 class Finished(_Control, frozen=True):

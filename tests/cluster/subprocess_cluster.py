@@ -76,9 +76,13 @@ async def open_on_nodes(
     lease_s: float = 10.0,
     tls: Credentials | None = None,
     transport: Transport = "tcp",
+    commands: Mapping[str, Sequence[str]] | None = None,
 ) -> AsyncIterator[ClusterOf]:
-    """Open a pipeline with each stage on the node that ``nodes`` names for it; "parent" is this process's."""
-    agents = SubprocessAgents()
+    """Open a pipeline with each stage on the node that ``nodes`` names for it; "parent" is this process's.
+
+    commands: what precedes the agent's command on some nodes.
+    """
+    agents = SubprocessAgents(commands)
     async with (
         open_cluster(
             named(*nodes.values()), agents, FixedPlaces(nodes), lease_s=lease_s, tls=tls, transport=transport
