@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections import defaultdict
@@ -120,6 +121,13 @@ async def check_a_death(omni: OmniSystem, path: Path) -> None:
     events = events_of(profile)
     check_nesting(events)
     assert {"worker_died", "resume first"} <= {event["name"] for event in events}
+
+
+async def test_a_call_with_a_wrong_time_limit_starts_no_profile() -> None:
+    async with OmniSystem.open("echo") as omni:
+        with pytest.raises(InvalidRequest, match="timeout_s"):
+            await omni.start_profile(timeout_s=math.nan)
+        await omni.start_profile()
 
 
 async def test_of_two_calls_that_stop_a_profile_one_is_refused(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ class ProfileControl(Control):
         chosen = self._stages(stages)
         if self._ended.profiled is not None:
             raise InvalidRequest("a profile runs already", code="profile_runs")
+        require_sendable("start_profile", {}, timeout_s)
         self._ended.profiled = deque(maxlen=MOST_REQUESTS)
         self._profile_began_ns, self._profiled = time.time_ns(), chosen
         replies = await self._call_here("start_profile", {}, chosen, timeout_s)
