@@ -115,14 +115,15 @@ class WorkerRestarted(WorkerSuccessor, frozen=True, kw_only=True):
     since_death_s: float
 
     def __str__(self) -> str:
-        return f"{self.worker} was restarted as pid {self.pid}, {self.since_death_s:.2f} s after the death"
+        return f"{self.worker} was restarted as pid {self.pid}, {self.since_death_s:.2f} s after the one before"
 
 
 class WorkerRecovered(WorkerSuccessor, frozen=True, kw_only=True):
     """A replica is ready again.
 
     Attributes:
-        lost_s: the time from then until now, failed restarts included.
+        lost_s: the time since the worker before died, was killed, or was given up with its node; failed restarts are
+            included.
     """
 
     lost_s: float
@@ -157,7 +158,7 @@ class ReplicaGivenUp(WorkerEnd, frozen=True, kw_only=True):
         reason: why.
         retry_in_s: when it is tried again; None if it is not.
         requests: how many requests have ended because their stage has no replica left.
-        lost_s: the time since the replica's first death after it was last ready.
+        lost_s: the time since it was last ready.
     """
 
     level: ClassVar[int] = logging.ERROR

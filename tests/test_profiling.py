@@ -123,11 +123,15 @@ async def check_a_death(omni: OmniSystem, path: Path) -> None:
     assert {"worker_died", "resume first"} <= {event["name"] for event in events}
 
 
-async def test_a_call_with_a_wrong_time_limit_starts_no_profile() -> None:
+async def test_a_call_with_a_wrong_time_limit_neither_starts_nor_stops_a_profile() -> None:
     async with OmniSystem.open("echo") as omni:
         with pytest.raises(InvalidRequest, match="timeout_s"):
             await omni.start_profile(timeout_s=math.nan)
         await omni.start_profile()
+        with pytest.raises(InvalidRequest, match="timeout_s"):
+            await omni.stop_profile("unused", timeout_s=math.nan)
+        with pytest.raises(InvalidRequest, match="runs already"):
+            await omni.start_profile()
 
 
 async def test_of_two_calls_that_stop_a_profile_one_is_refused(tmp_path: Path) -> None:

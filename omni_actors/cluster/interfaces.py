@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from omni_actors.cluster.agent import AgentSettings
@@ -33,10 +33,6 @@ class Places(Protocol):
 
     def find(self, address: Address) -> Place:
         """Return the place of a worker that is to be started. Raises NoPlace."""
-        ...
-
-    def check(self, addresses: Collection[Address]) -> None:
-        """Raise NoPlace if one of these further workers would have to wait for a place now."""
         ...
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> Place:

@@ -84,20 +84,19 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
                 for name in gone:
                     if spawner.remove(name):
                         ray.forget(name)
+                states = spawner.nodes()
                 waiting = [each for each in first_workers(pipeline) if places.of(each) is None]
                 for found in ray.nodes:
-                    known, kind = spawner.nodes().get(found.name), (found.labels, found.gpus)
-                    is_same = known is not None and kinds[found.name] == kind
+                    state, kind = states.get(found.name), (found.labels, found.gpus)
+                    is_same = state is not None and kinds[found.name] == kind
                     held = reserved[found.name][1] if is_same else 0.0
                     node = _node(pipeline, found, held)
                     here = [each for each in waiting if _may_have(pipeline, node, each.stage)]
-                    if known is None or (not is_same and spawner.remove(found.name)):
+                    if state is None or (not is_same and spawner.remove(found.name)):
                         kinds[found.name] = kind  # a node that came back with other labels or devices is a new one
                         reserved[node.name] = _resources(pipeline, node, here)
                         spawner.add(node)
-                        continue
-                    is_idle = known.state == "alive" and not known.parent and not places.has_worker(node.name)
-                    if here and is_idle and node.gpus > held:
+                    elif is_same and state.agent_pid and node.gpus > held and places.would_help(node):
                         reserved[node.name] = _resources(pipeline, node, here)
                         spawner.renew(node)
 

@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 import trio
 from msgspec import structs
@@ -33,6 +33,8 @@ class Placements:
         self._places: dict[Address, Place] = {}
         self._unplaced = dict.fromkeys(first_workers(pipeline))
         """The workers without a place that will need one: those that have not begun, and those of lost nodes."""
+        self._waiting = set[Address]()
+        """Those in ``wait_place`` for which there is no place."""
         self._changed = trio.lowlevel.ParkingLot()
 
     @property
@@ -44,9 +46,13 @@ class Placements:
         """Return the place that a worker has, whether it runs or not; None if it has none."""
         return self._places.get(address)
 
-    def has_worker(self, node: str) -> bool:
-        """Return whether a worker has its place on a node."""
-        return any(at.node == node for at in self._places.values())
+    def would_help(self, node: Node) -> bool:
+        """Return whether a node without workers would give one that waits a place if it were as ``node`` says."""
+        if not self._waiting or any(at.node == node.name for at in self._places.values()):
+            return False
+        nodes = [node if each.name == node.name else each for each in self.nodes]
+        found = place_each(self._pipeline, self._waiting, nodes, self._places)
+        return any(not isinstance(at, NoPlace) and at.node == node.name for at in found.values())
 
     def plan(self) -> None:
         """Give all workers that the pipeline has at first their places together. Raises NoPlace."""
@@ -63,16 +69,6 @@ class Placements:
             if isinstance(why := found[address], NoPlace):
                 raise why
         return self._places[address]
-
-    def check(self, addresses: Collection[Address]) -> None:
-        """Raise NoPlace if one of these further workers would have to wait for a place now.
-
-        Those that wait already, or will when their deaths are known, come before them.
-        """
-        found = place_each(self._pipeline, [*self._unplaced, *addresses], self.nodes, self._places)
-        for address in addresses:
-            if isinstance(why := found[address], NoPlace):
-                raise why
 
     def _take(self, places: Places) -> None:
         self._places |= places
@@ -95,7 +91,11 @@ class Placements:
                 return self.find(address)
             except NoPlace as error:
                 on_waiting(str(error))
-            await self._changed.park()
+            self._waiting.add(address)
+            try:
+                await self._changed.park()
+            finally:
+                self._waiting.discard(address)
 
     def join(self, node: Node) -> None:
         """Use a node from now on: a new one, or one that was lost and is back."""

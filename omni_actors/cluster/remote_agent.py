@@ -35,7 +35,7 @@ from omni_actors.supervisor.nodes import NodeCondition, NodeState
 from omni_actors.supervisor.process import PlaceLost, SpawnFailed
 from ringbuf import RingStatistics
 
-BEHIND: Final = 16
+BEHIND: Final = 4
 """How many of the last measurements of a node's clock are kept. The one with the least delay counts."""
 WORKER_LOGGERS = "omni_actors.worker."
 WorkerNews: TypeAlias = control.Spawned | control.NotSpawned | control.Unusable | control.Ending | control.Dead

@@ -21,7 +21,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final, NamedTuple
@@ -163,9 +163,6 @@ class ClusterSpawner:
         finally:
             del self._placed[address]
             self._workers.pop(address, None)
-
-    def check_places(self, addresses: Collection[Address]) -> None:
-        self._places.check(addresses)
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...]:
         """Wait until a worker can be started somewhere. Return its devices if that is the parent's node, else none."""

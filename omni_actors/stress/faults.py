@@ -21,7 +21,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from pathlib import Path
 
@@ -48,9 +48,6 @@ class RefusingSpawner:
         self.refusals: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         """By stage: how many of its rings were refused."""
-
-    def check_places(self, addresses: Collection[Address]) -> None:
-        self._spawner.check_places(addresses)
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...] | None:
         return await self._spawner.wait_place(address, on_waiting)

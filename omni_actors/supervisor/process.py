@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -112,10 +112,6 @@ class Worker(ABC):
 
 class Spawner(Protocol):
     """Creates workers and the rings between them: on this machine (``LocalSpawner``), elsewhere, or in a simulation."""
-
-    def check_places(self, addresses: Collection[Address]) -> None:
-        """Raise NoPlace if one of these further workers would have to wait for a place now."""
-        ...
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...] | None:
         """Wait until a worker can be started somewhere. It is no checkpoint if one can be.
@@ -324,9 +320,6 @@ def _start_process(
 
 class LocalSpawner:
     """Spawns workers as child processes."""
-
-    def check_places(self, addresses: Collection[Address]) -> None:
-        """Do nothing: this machine has a place for every worker."""
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
         """Return at once: all workers run on this machine."""

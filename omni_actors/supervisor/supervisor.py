@@ -126,10 +126,6 @@ class Supervisor:
         with trio.CancelScope(shield=True):
             await self._start(woken)
 
-    def check_places(self, addresses: Collection[messages.Address]) -> None:
-        """Raise NoPlace if a replica that is added now, with one of these addresses, would wait for a place."""
-        self._spawner.check_places(addresses)
-
     def add(self, spec: messages.WorkerSpec) -> Replica:
         """Add a replica, whose first worker is started as soon as other tasks have run, unless the supervisor ends."""
         earlier = self._generations.pop(spec.address, 0)

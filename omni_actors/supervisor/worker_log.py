@@ -13,14 +13,17 @@ from omni_actors.supervisor.replica import Outage, Replica
 
 def started(replica: Replica, pid: int) -> None:
     """Log that a worker was started after a death."""
-    if (outage := replica.outage) is not None:
-        record(WorkerRestarted(**_successor(replica, outage, pid), since_death_s=_lost_s(outage)))
+    if (outage := replica.outage) is not None and outage.exit is not None:
+        ended = _successor(replica, outage.exit, outage.requests, pid)
+        record(WorkerRestarted(**ended, since_death_s=_lost_s(outage)))
 
 
 def ready(replica: Replica) -> None:
     """Log that the worker that was started after a death is ready."""
-    if (outage := replica.outage) is not None and (worker := replica.worker) is not None:
-        record(WorkerRecovered(**_successor(replica, outage, worker.pid), lost_s=_lost_s(outage)))
+    outage, worker = replica.outage, replica.worker
+    if outage is not None and outage.exit is not None and worker is not None:
+        ended = _successor(replica, outage.exit, outage.requests, worker.pid)
+        record(WorkerRecovered(**ended, lost_s=_lost_s(outage)))
 
 
 def died(replica: Replica, exit: WorkerExit, requests: int) -> None:
@@ -52,11 +55,9 @@ def _identity(replica: Replica) -> dict[str, Any]:
     }
 
 
-def _successor(replica: Replica, outage: Outage, pid: int) -> dict[str, Any]:
-    """Return the fields of a log event about a worker that follows a death."""
-    exit = outage.exit
-    assert exit is not None, "a worker follows only a dead one"
-    ended = {"signal": exit.signal, "exit_code": exit.exit_code, "requests": outage.requests}
+def _successor(replica: Replica, exit: WorkerExit, requests: int, pid: int) -> dict[str, Any]:
+    """Return the fields of a log event about a worker that follows one that has ended so."""
+    ended = {"signal": exit.signal, "exit_code": exit.exit_code, "requests": requests}
     return {**_identity(replica), "pid": pid, **ended}
 
 

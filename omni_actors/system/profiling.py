@@ -88,6 +88,7 @@ class ProfileControl(Control):
         path = Path(await trio.Path(path).resolve())
         if self._ended.profiled is None:
             raise InvalidRequest("no profile runs", code="no_profile")
+        require_sendable("stop_profile", {}, timeout_s)
         with tempfile.TemporaryDirectory(prefix=".profile-", dir=path.parent) as folder:
             requests, self._ended.profiled = self._ended.profiled, None
             replies = await self._call_here("stop_profile", {"folder": folder}, self._profiled, timeout_s)

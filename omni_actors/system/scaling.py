@@ -32,7 +32,7 @@ import trio
 from omni_actors.config import Pipeline
 from omni_actors.config.devices import DeviceLayoutError
 from omni_actors.config.schema import MAX_REPLICAS
-from omni_actors.errors import InvalidRequest, NoPlace, StageAsleep, StageFailed, SystemClosed, TemporarilyRefused
+from omni_actors.errors import InvalidRequest, StageAsleep, StageFailed, SystemClosed, TemporarilyRefused
 from omni_actors.log_events import AutoscaleFailed, record
 from omni_actors.protocol.messages import Address, WorkerSpec
 from omni_actors.stages.assets import ModelNotFound
@@ -96,9 +96,9 @@ class ScaleControl(Control):
             The number before and after, and the time.
 
         Raises:
-            InvalidRequest: An argument is wrong, or there are no devices for so many replicas, on a cluster no room on
-                any node (code "no_devices"); nothing has changed. Or the room for a new replica is lost with its node
-                before it is ready: then the same holds as for StageFailed.
+            InvalidRequest: An argument is wrong, or there are no devices for so many replicas (code "no_devices");
+                nothing has changed. On a cluster, no node has room for a new replica (the same code); then the same
+                holds as for StageFailed.
             TemporarilyRefused: The system lacks files or descriptors for new replicas (code "cannot_start"); nothing
                 has changed.
             StageAsleep: The stage sleeps; nothing has changed.
@@ -137,7 +137,7 @@ class ScaleControl(Control):
             else:
                 break
             self._require_open(stage, is_needed=is_needed)
-        specs = self._new_specs(stage, workers, may_wait=is_needed) if change.new else []
+        specs = self._new_specs(stage, workers) if change.new else []
         for each in given_up:  # no checkpoint follows until there are others: requests would wait in vain
             self._supervisor.forget(each)
             pools.remove(each)
@@ -178,19 +178,14 @@ class ScaleControl(Control):
         self._orchestrator.pools.take_back(replica)
         drain.scope.cancel()
 
-    def _new_specs(self, stage: str, workers: int, *, may_wait: bool) -> list[WorkerSpec]:
-        """Return what the workers run that a stage lacks. Raises InvalidRequest, TemporarilyRefused (see ``scale``).
-
-        may_wait: whether they may wait for a place on a node.
-        """
+    def _new_specs(self, stage: str, workers: int) -> list[WorkerSpec]:
+        """Return what the workers run that a stage lacks. Raises InvalidRequest, TemporarilyRefused (see ``scale``)."""
         taken = {each.address.replica for each in self._orchestrator.pools.replicas(stage) if not each.given_up}
         free = [number for number in range(workers) if number not in taken][: max(0, workers - len(taken))]
         try:
             devices = machine.layout(self.pipeline, stage, workers) if free else ()
-            if not may_wait:
-                self._supervisor.check_places([Address(stage, each) for each in free])
             return [worker_spec(self.pipeline, self._models, Address(stage, each), devices[each]) for each in free]
-        except (DeviceLayoutError, NoPlace) as error:
+        except DeviceLayoutError as error:
             raise _no_devices(str(error)) from error
         except (OSError, ModelNotFound) as error:
             raise TemporarilyRefused(f"stage {stage!r} cannot start replicas: {error}", code="cannot_start") from error

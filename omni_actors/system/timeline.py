@@ -3,7 +3,8 @@
 Rules
 1. The timeline is made when the request is closed, or when the live state is read, from what the orchestrator keeps of
    the request anyway: the statistics of its stages and the deaths that it went through. Nothing is recorded for it.
-2. Times are CLOCK_MONOTONIC seconds. They come from several processes, which share that clock.
+2. Times are seconds of the parent's CLOCK_MONOTONIC. The workers of its machine share that clock, and the times of
+   others are converted (``StageStats``).
 3. A stage's period has the parts of one hop: ``queue`` (its ``Start`` waits for the engine loop), ``transfer`` (the
    first chunk is on its way) and ``compute`` (the engine has input). They follow each other; between ``queue`` and
    ``transfer`` the stage waits for its sources.

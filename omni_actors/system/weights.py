@@ -102,7 +102,7 @@ class WeightControl(Control):
                 model's own checkpoint; weights that are missing stay as they are. Files must not change while they are
                 in use. Of tensors, the newest of each name are kept until all are replaced. On a cluster, each node
                 with a worker of the stages needs the files at this path, with the time of their last change; tensors
-                are for stages with the label "parent" alone.
+                are for stages that no other node than the parent's may run.
             version: The name of the version, which every output has from then on as ``data["weights_version"]``; by
                 default the path's last part, and "update-1", "update-2" … for tensors. It is "0" before all updates.
             stages: The stages whose model it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import trio
@@ -31,10 +31,6 @@ class FixedPlaces:
             if node not in self._lost:
                 return Place(node, address.replica, ())
         raise NoPlace(address.stage, address.replica, dict.fromkeys(self._nodes[address.stage], "it is lost"))
-
-    def check(self, addresses: Collection[Address]) -> None:
-        for address in addresses:
-            self.find(address)
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> Place:
         while True:

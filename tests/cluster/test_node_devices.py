@@ -75,7 +75,7 @@ async def test_workers_get_the_devices_of_their_nodes_whatever_the_parent_has() 
 
 
 async def test_a_stage_is_scaled_as_far_as_nodes_have_room() -> None:
-    """It is refused at once beyond that, and changes and sleeps as ever afterwards."""
+    """It fails beyond that, and changes and sleeps as ever afterwards."""
     configured = pipeline()
     places = Placements(configured, NODES)
     with trio.fail_after(WATCHDOG_S):
@@ -84,12 +84,10 @@ async def test_a_stage_is_scaled_as_far_as_nodes_have_room() -> None:
             OmniSystem.open(configured, spawner=spawner) as omni,
         ):
             await omni.wait_ready()
-            before = omni.health().stages["only"]
             with pytest.raises(InvalidRequest, match="a, b: it has no devices for another worker of 'only'") as caught:
                 await omni.scale("only", 4)  # there is room for one of the two
             assert (caught.value.param, caught.value.code) == ("replicas", "no_devices")
-            assert omni.health().stages["only"] == before
-            await omni.scale("only", 3)
+            assert [each.state for each in omni.health().stages["only"]] == ["ready"] * 3
             with pytest.raises(InvalidRequest, match=r"no node can run only\.3"):
                 await omni.scale("only", 4)
             assert (await omni.scale("only", 2)).before == 3

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from msgspec import structs
 
 from omni_actors.cluster.placement import PARENT, Node
 from omni_actors.cluster.placements import Placements
@@ -40,17 +41,22 @@ def test_a_worker_keeps_its_place_over_its_restarts() -> None:
     assert [found.find(A1), found.find(A0)] == places[::-1]
 
 
-def test_a_further_worker_comes_after_those_that_will_be_placed_anew() -> None:
-    found = placements(HERE, G1, G2, cluster={"nodes": {"a": "gpu"}}, a={"device": "cuda"})
+async def test_more_devices_of_a_node_help_only_a_worker_that_waits_and_gets_its_place_by_them() -> None:
+    none = structs.replace(G2, gpus=0)
+    found = placements(HERE, G1, none, cluster={"nodes": {"a": "gpu"}}, a={"device": "cuda"})
     assert (node(found, A0), node(found, B0)) == ("g1", "here")
-    found.check([A1])
-    with pytest.raises(NoPlace, match=r"no node can run a\.2: .*g1, g2: it has no devices"):
-        found.check([A1, Address("a", 2)])
+    assert not found.would_help(G2), "no worker waits"
     found.lose("g1")
-    with pytest.raises(NoPlace, match=r"g1: it is lost; g2: it has no devices"):
-        found.check([A1])
-    assert found.of(A1) is None
+    assert not found.would_help(G2), "no worker waits yet"
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(found.wait_place, A0, lambda reason: None)
+        await trio.testing.wait_all_tasks_blocked()
+        assert found.would_help(G2)
+        assert not found.would_help(none)
+        assert not found.would_help(structs.replace(HERE, gpus=1)), "it has a worker, and not the label"
+        found.join(G2)
     assert node(found, A0) == "g2"
+    assert not found.would_help(structs.replace(G2, gpus=2)), "it has a worker"
 
 
 def test_the_workers_of_a_lost_node_move() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
@@ -179,8 +179,6 @@ class SimulatedSystem:
                 assert not worker.alive, "its block is left while it is alive"
                 del self.living[address]
                 nursery.cancel_scope.cancel()
-
-    def check_places(self, addresses: Collection[Address]) -> None: ...
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
         while (reason := self.unplaceable.get(address)) is not None:

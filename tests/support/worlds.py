@@ -17,7 +17,7 @@ Rules
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 
 import psutil
@@ -37,9 +37,6 @@ class WorldSpawner:
 
     def __init__(self, spawner: ClusterSpawner, before: Mapping[str, str]) -> None:
         self._spawner, self._before = spawner, before
-
-    def check_places(self, addresses: Collection[Address]) -> None:
-        self._spawner.check_places(addresses)
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...] | None:
         return await self._spawner.wait_place(address, on_waiting)

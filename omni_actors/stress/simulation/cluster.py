@@ -100,9 +100,6 @@ class SimulatedCluster:
 
     # as the supervisor sees it
 
-    def check_places(self, addresses: Collection[Address]) -> None:
-        self.placements.check(addresses)
-
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
         """Wait until there is a node for a worker."""
 

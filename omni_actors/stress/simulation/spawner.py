@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,11 +34,8 @@ class SimulatedSpawner:
         self.on_start: OnStart = lambda address, message: None
         """As in its workers."""
 
-    def check_places(self, addresses: Collection[Address]) -> None:
-        """Do nothing: there is one machine, and it has a place for every worker."""
-
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> None:
-        """Return at once."""
+        """There is one machine, and it has a place for every worker."""
 
     @asynccontextmanager
     async def spawn(self, address: Address, mailbox_capacity: int, **inherited: Any) -> AsyncIterator[Worker]:

@@ -49,8 +49,9 @@ function take(state, before) {
   }
   for (const { name, replica: { pid, state: is } } of replicasOf(state)) {
     if (!pid || !["loading", "restarting"].includes(is)) continue;
-    const known = live.value.loading[name];
-    loading[name] = known?.pid === pid ? known : { pid, since: state.at };
+    const [known, last] = [live.value.loading[name], earlier[name]];
+    if (known?.pid === pid) loading[name] = known;
+    else if (last?.pid !== pid) loading[name] = { pid, since: state.at }; // else the worker is ending
   }
   const counters = {};
   for (const [name, ring] of Object.entries(state.rings)) counters[name] = [ring.messages, ring.payload_bytes];
