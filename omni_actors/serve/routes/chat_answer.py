@@ -85,7 +85,7 @@ class Addition:
     def __init__(self, text: str = "", calls: list[dict[str, Any]] | None = None) -> None:
         self.text, self.calls, self.audio = text, calls or [], b""
         self.timing: dict[str, int] = {}
-        """The fields that say which words have been heard when the audio has been played."""
+        """What is known of the words that have been heard when all audio before ``audio`` has been played."""
         self.picture = ""
         """A PNG file in base64."""
         self.logprobs: dict[str, Any] | None = None
@@ -120,8 +120,8 @@ class ChatCompletion(Completion):
         if self._spoken is not None:
             self._spoken.add_text(addition.text)
         if isinstance(output.delta, AudioChunk):
-            addition.audio = await self.encoder.push(output.delta)
             addition.timing = self._timing(output.delta, output.data.get("sentence_text"))
+            addition.audio = await self.encoder.push(output.delta)
         if isinstance(output.delta, Picture) and output.delta.final:
             addition.picture = await encoded(output.delta)
         if "logprobs" in output.data:
@@ -129,20 +129,24 @@ class ChatCompletion(Completion):
         return addition
 
     def _timing(self, chunk: AudioChunk, sentence: str | None) -> dict[str, int]:
-        """Return the fields that say which words have been heard when all sound up to this chunk has been played."""
+        """Return the field that says which words have been heard before this chunk, if a sentence begins with it."""
         if self._spoken is None:
             return {}
+        before_s, is_known = self._sound_s, self._sound_s > 0 and sentence is not None
         self._spoken.add_sound(chunk.samples, chunk.sample_rate, sentence)
         self._sound_s += len(chunk.samples) / chunk.sample_rate
-        return {"transcript_end": len(self._spoken.heard(1000 * self._sound_s))}
+        return {"transcript_end": len(self._spoken.heard(1000 * before_s))} if is_known else {}
 
     def finish(self, index: int) -> Addition:
         """Return what the end of a choice adds to it."""
         addition = Addition(*self._calls[index].finish())
         if self._spoken is not None:
             self._spoken.add_text(addition.text)
-            addition.timing = {"transcript_end": len(self._spoken.text)}
         return addition
+
+    def last_timing(self) -> dict[str, int]:
+        """Return the field that says which words have been heard when all audio has been played."""
+        return {} if self._spoken is None else {"transcript_end": len(self._spoken.text)}
 
     def finish_reason(self, index: int) -> str:
         """Return why a choice ended."""
@@ -217,13 +221,12 @@ async def events(completion: ChatCompletion, generations: Generations) -> respon
         for event in _deltas(completion, index, await completion.convert(index, output)):
             yield event
     for index in range(completion.count):
-        end = completion.finish(index)
-        for event in _deltas(completion, index, end):
+        for event in _deltas(completion, index, completion.finish(index)):
             yield event
         if completion.has_audio:
             if audio := await completion.encoder.finish():
-                yield _audio_event(completion, index, data=to_base64(audio), **end.timing)
-            yield _audio_event(completion, index, expires_at=completion.created, **end.timing)
+                yield _audio_event(completion, index, data=to_base64(audio))
+            yield _audio_event(completion, index, expires_at=completion.created, **completion.last_timing())
         yield responses.event(completion.chunk(index, completion.finish_reason(index), delta={}))
     if completion.include_usage:
         yield responses.event(completion.usage_object())
@@ -242,8 +245,10 @@ def _deltas(completion: ChatCompletion, index: int, addition: Addition) -> list[
         found.append(responses.event(completion.chunk(index, delta={"tool_calls": addition.calls})))
     if addition.picture:
         found.append(responses.event(completion.chunk(index, delta={"content": [_picture_part(addition.picture)]})))
+    if addition.timing:
+        found.append(_audio_event(completion, index, **addition.timing))
     if addition.audio:
-        found.append(_audio_event(completion, index, data=to_base64(addition.audio), **addition.timing))
+        found.append(_audio_event(completion, index, data=to_base64(addition.audio)))
     return found
 
 

@@ -82,20 +82,21 @@ class ResponseAnswer:
                 events.append(self._event("response.audio.transcript.delta", delta=addition.text))
         for call in addition.calls:
             events += self._add_call(call)
+        if addition.timing:
+            events.append(self._event("response.audio.delta", delta="", **addition.timing))
         if addition.audio:
-            events.append(self._event("response.audio.delta", delta=to_base64(addition.audio), **addition.timing))
+            events.append(self._event("response.audio.delta", delta=to_base64(addition.audio)))
         return events
 
     async def finish(self) -> list[bytes]:
         """Add the end of the answer; return its events. ``last_event`` follows."""
-        end = self._completion.finish(0)
-        events = self.add(end)
+        events = self.add(self._completion.finish(0))
         if not self.output:
             events += self._open_message()
         if self._completion.has_audio:
             if rest := await self._completion.encoder.finish():
-                events.append(self._event("response.audio.delta", delta=to_base64(rest), **end.timing))
-            events.append(self._event("response.audio.done", **end.timing))
+                events.append(self._event("response.audio.delta", delta=to_base64(rest)))
+            events.append(self._event("response.audio.done", **self._completion.last_timing()))
             events.append(self._event("response.audio.transcript.done"))
         is_cut = self._completion.finish_reason(0) == "length"
         events += self._close("incomplete" if is_cut else "completed")

@@ -42,11 +42,12 @@ export function addSound(message, bytes, end) {
   changed(message);
 }
 
-// Returns how many letters have been heard, from the marks before and after what is heard now.
+// Returns how many letters have been heard, from the marks before and after what is heard now. After the last one, the
+// usual pace of speech counts.
 function lettersAt(played, marks) {
   const before = marks.findLastIndex(([at]) => at <= played);
   const [from, letters] = marks[before] || [0, 0];
-  const [until, next] = marks[before + 1] || [from + 1, letters];
+  const [until, next] = marks[before + 1] || [from + 1, letters + LETTERS_PER_S];
   return letters + ((next - letters) * (played - from)) / (until - from);
 }
 
@@ -58,7 +59,7 @@ export function heardLetters({ text, player, state, marks, heard }) {
   if (!player.received) return 0;
   const { played, received } = player;
   if (state === "done" && played >= received - 0.02) return text.length;
-  if (marks.length) return lettersAt(played, marks);
+  if (marks.length) return Math.min(text.length, lettersAt(played, marks));
   return Math.min(text.length, state === "open" ? played * LETTERS_PER_S : (text.length * played) / received);
 }
 
@@ -160,9 +161,10 @@ export async function ask(model, text, { isSpoken, pictures = [] }) {
       isComplete ||= Boolean(chunk.choices?.[0]?.finish_reason);
       const said = typeof delta.content === "string" ? delta.content : delta.audio?.transcript;
       if (said) changed(answer, { text: answer.text + said });
-      if (delta.audio?.data || delta.audio?.transcript_end) {
+      if (delta.audio?.transcript_end) addSound(answer, new Uint8Array(0), delta.audio.transcript_end);
+      if (delta.audio?.data) {
         answer.firstSound ||= performance.now() - answer.asked;
-        addSound(answer, fromBase64(delta.audio.data || ""), delta.audio.transcript_end);
+        addSound(answer, fromBase64(delta.audio.data));
         while (answer.player.isFull) await pause(FULL_MS); // the server waits, too
       }
     }
