@@ -40,7 +40,7 @@ LINK_LABELS = ("producer", "consumer", "from_node", "to_node")
 
 
 class UnheardAgents(SubprocessAgents):
-    """Nobody hears that an agent has ended before ``is_known``."""
+    """The parent learns that an agent has ended only once ``is_known`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
