@@ -115,7 +115,7 @@ class WorkerRestarted(WorkerSuccessor, frozen=True, kw_only=True):
     since_death_s: float
 
     def __str__(self) -> str:
-        return f"{self.worker} was restarted as pid {self.pid}, {self.since_death_s:.2f} s after the one before"
+        return f"{self.worker} was restarted as pid {self.pid}, {self.since_death_s:.2f} s after the death"
 
 
 class WorkerRecovered(WorkerSuccessor, frozen=True, kw_only=True):
