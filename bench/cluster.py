@@ -8,7 +8,7 @@ Linux gives each session an equal share of the CPUs (autogroup), and agents have
 more agents would get more of a busy machine. All processes run in one control group, where there are no such shares.
 
 Delay is that of one way, which a forwarder adds to every packet (``tests.support.slow_lines``); the kernel's `tbf`
-limits the bandwidth of each node. Agents are subprocesses in the namespaces: Ray would carry none of the data.
+limits the bandwidth of each node. Each namespace runs a Ray node of its own, which starts the agent there.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ import trio
 
 from bench.recovery import Subject, subject
 from omni_actors import AudioChunk, OmniSystem
-from omni_actors.cluster.placement import PARENT, Node
-from omni_actors.cluster.placements import Placements
-from omni_actors.cluster.spawner import open_cluster
-from omni_actors.cluster.subprocess_agents import SubprocessAgents
+from omni_actors.cluster.placement import PARENT
 from omni_actors.config import Cluster
-from tests.support.network import Namespace, namespaces
+from tests.cluster.ray_namespaces import RayNodes, ray_on
+from tests.support.network import namespaces
 from tests.support.slow_lines import slow_lines, why_no_slow_lines
 
 ONE = "one machine"
@@ -61,6 +59,8 @@ LAYOUTS: dict[str, dict[str, dict[str, str]]] = {
 LENGTHS = {"omni": {"max_tokens": 24, "talker_max_tokens": 25}, "voice": {"max_tokens": 24}, "echo": {}}
 TOGETHER = 4
 """How many requests are sent at once to measure throughput."""
+RAY_CPUS = 4
+"""Of each node, as Ray counts them: the systems are open at the same time, and each reserves a CPU for each worker."""
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 """Where version 1 of control groups has its CPU controller."""
 SETTLE_S = 11.0
@@ -122,21 +122,13 @@ def one_control_group() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def opened(what: Subject, places: Mapping[str, str], nodes: Sequence[Namespace]) -> AsyncIterator[OmniSystem]:
+async def opened(what: Subject, places: Mapping[str, str], ray: RayNodes) -> AsyncIterator[OmniSystem]:
     """Open a pipeline with each stage on its node; no places: on this machine alone."""
     stages = {name: msgspec.structs.replace(stage, threads=1) for name, stage in what.pipeline.stages.items()}
-    pipeline = msgspec.structs.replace(what.pipeline, stages=stages, cluster=Cluster(nodes=dict(places)))
-    if not places:
-        async with OmniSystem.open(pipeline) as omni:
-            yield omni
-        return
-    far = {f"n{n}": node for n, node in enumerate(nodes) if f"n{n}" in places.values()}
-    cluster = [Node(name="head", labels=(PARENT,)), *(Node(name=name) for name in far)]
-    agents = SubprocessAgents({name: node.command() for name, node in far.items()})
-    async with (
-        open_cluster(cluster, agents, Placements(pipeline, cluster), host=nodes[0].address) as spawner,
-        OmniSystem.open(pipeline, spawner=spawner) as omni,
-    ):
+    pipeline = msgspec.structs.replace(what.pipeline, stages=stages)
+    if places:
+        pipeline = msgspec.structs.replace(pipeline, cluster=Cluster(nodes=dict(places)))
+    async with OmniSystem.open(pipeline, cluster=ray.address if places else None) as omni:
         yield omni
 
 
@@ -162,16 +154,16 @@ async def measure(omni: OmniSystem, what: Subject) -> Figures:
     return Figures(alone[0][0], sum(sound for _, sound in together) / (time.monotonic() - began))
 
 
-async def measure_pipeline(kind: str, what: Subject, nodes: Sequence[Namespace], rounds: int) -> list[Round]:
+async def measure_pipeline(kind: str, what: Subject, ray: RayNodes, rounds: int) -> list[Round]:
     """Measure all layouts of a pipeline on each kind of line."""
     found = []
     async with AsyncExitStack() as stack:
         systems = {
-            layout: await stack.enter_async_context(opened(what, places, nodes))
+            layout: await stack.enter_async_context(opened(what, places, ray))
             for layout, places in LAYOUTS[kind].items()
         }
         for line in LINES:
-            with slow_lines(nodes, line.delay_s, line.bits_per_s) if line.is_slow else nullcontext():
+            with slow_lines(list(ray.nodes.values()), line.delay_s, line.bits_per_s) if line.is_slow else nullcontext():
                 await trio.sleep(SETTLE_S)
                 for omni in systems.values():
                     await listen(omni, what, [])
@@ -219,8 +211,8 @@ def main(kinds: Sequence[str], rounds: int, json_file: Path | None, markdown_fil
         for kind in kinds:
             what = subject(kind, Path(directory))
             what = what._replace(request={**what.request, **LENGTHS[kind]})
-            with namespaces(3) as nodes, nodes[0].entered():
-                found += trio.run(partial(measure_pipeline, kind, what, nodes, rounds))
+            with namespaces(3) as nodes, ray_on(nodes, cpus=RAY_CPUS) as ray, nodes[0].entered():
+                found += trio.run(partial(measure_pipeline, kind, what, ray, rounds))
     table = markdown(found)
     print(table)
     if markdown_file is not None:

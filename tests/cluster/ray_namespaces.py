@@ -28,11 +28,11 @@ RAYLET, GCS, AGENT, WORKER = "raylet", "gcs_server", "ray::AgentActor", "multipr
 
 
 class RayNodes:
-    """A Ray whose first node is the head. names: of its nodes, in Ray too."""
+    """A Ray whose first node is the head. The names of the nodes are those in Ray, too. cpus: of each node."""
 
-    def __init__(self, nodes: Sequence[Namespace], folder: Path) -> None:
+    def __init__(self, nodes: Sequence[Namespace], folder: Path, *, cpus: int) -> None:
         self.nodes = {"head" if n == 0 else f"n{n}": node for n, node in enumerate(nodes)}
-        self._folder = folder
+        self._folder, self._cpus = folder, cpus
         self._starters: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -44,7 +44,7 @@ class RayNodes:
         node, ray = self.nodes[name], Path(sys.executable).with_name("ray")
         options = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={self._folder}"]
         command = [
-            *(str(ray), "start", "--block", "--disable-usage-stats", "--num-cpus=2", f"--node-name={name}"),
+            *(str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={self._cpus}", f"--node-name={name}"),
             *(f"--node-ip-address={node.address}", f"--object-store-memory={STORE_BYTES}"),
             *(options if name == "head" else [f"--address={self.address}"]),
         ]
@@ -136,13 +136,13 @@ def _is_ours(pid: int) -> bool:
 
 
 @contextmanager
-def ray_on(nodes: Sequence[Namespace]) -> Iterator[RayNodes]:
-    """Run a Ray with a node in each namespace."""
+def ray_on(nodes: Sequence[Namespace], *, cpus: int = 2) -> Iterator[RayNodes]:
+    """Run a Ray with a node in each namespace, each with ``cpus`` CPUs."""
     with (
         tempfile.TemporaryDirectory(prefix="omni-ray-", ignore_cleanup_errors=True) as folder,
         secret_of_ray(),
     ):
-        cluster = RayNodes(nodes, Path(folder))
+        cluster = RayNodes(nodes, Path(folder), cpus=cpus)
         try:
             for name in cluster.nodes:
                 cluster.start(name)
