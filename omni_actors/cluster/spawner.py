@@ -1,47 +1,39 @@
 """Starts workers on several nodes, and the rings between them: the supervisor's ``Spawner`` for a cluster.
 
 Rules
-1. Each node but the parent's has one agent at a time (``remote_agent``). A lost one gets a successor when no worker of
-   the lost one can run any more. Workers are started there again once the successor has a lease.
+1. Each node but the parent's has an agent (``remote_agents``), which starts the workers there.
 2. Where a worker runs is decided elsewhere (``Places``).
 3. A link breaks when the node or the worker at one end is lost. Its ring is then closed as that of any dead worker. If
    a link breaks and its ring is not closed within ``LINK_S``, the worker at its receiving end is killed; if that end is
    on the parent's node, the worker at the sending end. Restarts and replays do the rest. A pump of the parent that has
    failed gets a successor with the next ring; an agent whose pump has failed ends then.
-4. A connection that is not authenticated has ``HANDSHAKE_S`` seconds, and there are few of them (``strangers``).
-5. Agents outlast the workers: a cancellation from outside reaches the tasks here when the block of ``open_cluster`` has
-   ended. What they do is protected from KeyboardInterrupt, which is raised in the user's task. Trio's own
-   code that accepts a connection is not: it runs for microseconds.
+4. Agents outlast the workers: a cancellation from outside reaches the tasks here when the block of ``open_cluster`` has
+   ended. What they do is protected from KeyboardInterrupt, which is raised in the user's task.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final, NamedTuple
 
 import trio
 
 from omni_actors import log_events
-from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.cluster_ring import ClusterRing, End
-from omni_actors.cluster.connection import HANDSHAKE_S, Connection, ConnectionLost, closed_at_once, shake_hands
-from omni_actors.cluster.control import FROM_AGENT, MakeRing, Refused
-from omni_actors.cluster.handshake import ROLE_OF_AGENTS, Acceptor, HandshakeFailed
+from omni_actors.cluster.control import MakeRing
 from omni_actors.cluster.interfaces import AgentStarter, Places
 from omni_actors.cluster.placement import PARENT, Node, Place
 from omni_actors.cluster.pump import Pump, PumpStopped
 from omni_actors.cluster.remote_agent import RemoteAgent
+from omni_actors.cluster.remote_agents import RemoteAgents
 from omni_actors.cluster.remote_checkpoints import WithoutProxies
 from omni_actors.cluster.remote_worker import RemoteWorker
 from omni_actors.cluster.shielded import open_shielded_nursery
-from omni_actors.cluster.strangers import BACKLOG, Strangers
 from omni_actors.cluster.tls import Credentials
 from omni_actors.cluster.transfers import NixlUnavailable, Transfers, Transport
 from omni_actors.config.devices import VISIBLE, NoSuchDevice, at_places
@@ -54,8 +46,6 @@ from ringbuf import Ring
 LEASE_S: Final = 10.0
 START_S: Final = 120.0
 """Seconds that an agent has from its start to its first lease. Its start may include that of Ray's helper."""
-RESTART_S: Final = (1.0, 30.0)
-"""Seconds between the end of an agent and the start of its successor: the first time, and at most after failures."""
 LINK_S: Final = 1.0
 """Seconds in which the loss of a node or the death of a worker explains that a link breaks."""
 
@@ -83,19 +73,24 @@ class ClusterSpawner:
         tls: Credentials | None,
         transport: Transport,
     ) -> None:
-        self._transport = transport
-        self._credentials, self._tls = tls, None if tls is None else tls.contexts()
         self._nodes = {node.name: node for node in nodes}
-        self._starter, self._places, self._lease_s, self._start_s = starter, places, lease_s, start_s
         self._parent = next(node.name for node in nodes if node.has(PARENT))
+        self._places, self._host = places, host
+        self._transport, self._tls = transport, None if tls is None else tls.contexts()
         self._secret = secrets.token_bytes(32)
         self._local = LocalSpawner()
-        self._host, self._port = host, 0
-        self._agents: dict[str, RemoteAgent] = {}
-        """The newest agent of each node."""
-        self._expected: dict[int, RemoteAgent] = {}
-        self._strangers = Strangers[trio.CancelScope]()
-        self._numbers = itertools.count(1)
+        self._agents = RemoteAgents(
+            starter,
+            secret=self._secret,
+            host=host,
+            lease_s=lease_s,
+            start_s=start_s,
+            tls=tls,
+            transport=transport,
+            on_up=lambda name: places.join(self._nodes[name]),
+            on_lost=places.lose,
+            on_link_lost=self._on_link_lost,
+        )
         self._placed: dict[Address, RemoteAgent | None] = {}
         """Where each worker runs; None: on the parent's node."""
         self._workers: dict[Address, RemoteWorker] = {}
@@ -109,17 +104,17 @@ class ClusterSpawner:
     @property
     def address(self) -> tuple[str, int]:
         """Host and port at which agents connect."""
-        return self._host, self._port
+        return self._agents.address
 
     @property
     def agents(self) -> Mapping[str, RemoteAgent]:
         """The newest agent of each node."""
-        return self._agents
+        return self._agents.newest
 
     def nodes(self) -> dict[str, NodeState]:
         """Return the state of each node, the parent's first. See ``HasNodes``."""
         here = NodeState(state="alive", since=self._opened, parent=True)
-        return {self._parent: here, **{name: agent.state() for name, agent in self._agents.items()}}
+        return {self._parent: here, **{name: agent.state() for name, agent in self.agents.items()}}
 
     def links(self) -> dict[tuple[Address, Address], LinkState]:
         """Return the state of each link, by producer and consumer. See ``HasNodes``."""
@@ -148,7 +143,7 @@ class ClusterSpawner:
             raise SpawnFailed(str(error)) from error
         if devices:
             environment[VISIBLE] = ",".join(devices)
-        agent = self._placed[address] = None if self._nodes[at.node].has(PARENT) else self._agents[at.node]
+        agent = self._placed[address] = None if self._nodes[at.node].has(PARENT) else self.agents[at.node]
         try:
             if agent is None:
                 local = self._local.spawn(address, mailbox_capacity, environment=environment, lock_fds=lock_fds)
@@ -271,7 +266,7 @@ class ClusterSpawner:
         self._make_pump = partial(Pump, self._secret, self._host, on_link_lost, self._tls)
         listeners: list[trio.SocketListener] = []
         try:
-            listeners = await trio.open_tcp_listeners(0, host=self._host, backlog=BACKLOG)
+            listeners = await self._agents.listen()
             transfers = Transfers() if self._transport == "nixl" else None
             self._pump = self._make_pump(transfers=transfers)
         except (OSError, ValueError, NixlUnavailable) as error:
@@ -279,14 +274,11 @@ class ClusterSpawner:
                 listener.socket.close()
             why = str(error) if isinstance(error, NixlUnavailable) else f"it cannot listen at {self._host}: {error}"
             raise ClusterUnavailable({self._parent: why}) from error
-        self._port = listeners[0].socket.getsockname()[1]
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                nursery.start_soon(trio.serve_listeners, self._welcome, listeners)
-                for node in list(self._nodes.values()):
-                    if not node.has(PARENT):
-                        self.add(node)
+                others = [name for name in self._nodes if name != self._parent]
+                await nursery.start(self._agents.run, listeners, others)
                 task_status.started()
         finally:
             self._nursery = None
@@ -294,30 +286,28 @@ class ClusterSpawner:
 
     def add(self, node: Node) -> None:
         """Keep an agent on a node from now on. It has no effect once the spawner ends."""
-        if self._nursery is not None:
-            self._nodes[node.name] = node
-            self._agents[node.name] = self._new_agent(node.name)
-            self._nursery.start_soon(self._keep_agent, node)
+        self._nodes[node.name] = node
+        self._agents.add(node.name)
 
     def remove(self, name: str) -> bool:
         """Start no agent on a node any more, unless it may have one now. Return whether it is forgotten."""
-        if (agent := self._agents.get(name)) is None or not agent.fenced.is_set():
+        if not self._agents.remove(name):
             return False
-        del self._agents[name], self._nodes[name]  # ``_keep_agent`` notices
+        del self._nodes[name]
         self._places.forget(name)
         return True
 
     def renew(self, node: Node) -> None:
         """Start the agent of a node again, because the node has more devices now. No worker has its place there."""
         self._nodes[node.name] = node
-        self._agents[node.name].give_up("it starts again, because more devices are free")
+        self.agents[node.name].give_up("it starts again, because more devices are free")
 
     async def wait_up(self, replan: Callable[[], None] | None) -> None:
         """Wait until each node has an agent with a lease, or its first one was given up.
 
         replan: see ``open_cluster``. Raises ClusterUnavailable: the nodes that have an agent are too few.
         """
-        for agent in list(self._agents.values()):
+        for agent in list(self.agents.values()):
             await agent.up.wait()
         missing = {name: str(node.why) for name, node in self.nodes().items() if node.state != "alive"}
         if not missing:
@@ -330,89 +320,6 @@ class ClusterSpawner:
             raise ClusterUnavailable(missing, str(error)) from error
         for name, why in missing.items():
             log_events.record(log_events.NodeLeftOut(node=name, reason=why))
-
-    def _new_agent(self, node: str, earlier_loss: str | None = None) -> RemoteAgent:
-        return RemoteAgent(
-            node,
-            next(self._numbers),
-            self._lease_s,
-            on_up=lambda: self._places.join(self._nodes[node]),
-            on_lost=lambda: self._places.lose(node),
-            on_link_lost=self._on_link_lost,
-            earlier_loss=earlier_loss,
-        )
-
-    @trio.lowlevel.enable_ki_protection
-    async def _keep_agent(self, node: Node) -> None:
-        """Run agents on a node, one after the other, until it is removed."""
-        failures = 0
-        while True:
-            agent = self._agents[node.name]
-            self._expected[agent.number] = agent
-            try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._start_agent, agent)
-                    with trio.move_on_after(self._start_s):
-                        await agent.up.wait()
-                    if not agent.up.is_set():
-                        agent.give_up(f"it has not started within {self._start_s:g} s")
-                    await agent.fenced.wait()
-                    nursery.cancel_scope.cancel()
-            finally:
-                self._expected.pop(agent.number, None)
-            failures = failures + 1 if agent.pid == 0 else 0
-            await trio.sleep(min(RESTART_S[1], RESTART_S[0] * 2.0 ** min(failures, 16)))
-            if self._agents.get(node.name) is not agent:
-                return
-            self._agents[node.name] = self._new_agent(node.name, agent.lost)
-
-    @trio.lowlevel.enable_ki_protection
-    async def _start_agent(self, agent: RemoteAgent) -> None:
-        try:
-            settings = AgentSettings(
-                number=agent.number,
-                parent=self.address,
-                secret=self._secret,
-                lease_s=self._lease_s,
-                tls=self._credentials,
-                transport=self._transport,
-                import_path=tuple(map(os.path.abspath, sys.path)),
-            )
-            end = await self._starter.run(agent.node, settings)
-        except OSError as error:  # such as no descriptors; the next agent may have some
-            agent.give_up(f"its agent cannot be started: {error}")
-            return
-        if end.certain:
-            agent.process_ended(end.why)
-        else:
-            agent.give_up(f"its agent cannot be reached: {end.why}")
-
-    @trio.lowlevel.enable_ki_protection
-    async def _welcome(self, connected: trio.SocketStream) -> None:
-        """Authenticate a connection, and serve it if it is that of an agent which was started."""
-        stream = connected if self._tls is None else trio.SSLStream(connected, self._tls.server, server_side=True)
-        acceptor = Acceptor(self._secret)
-        async with closed_at_once(stream):
-            try:
-                with trio.CancelScope() as scope:
-                    host = connected.socket.getpeername()[0]
-                    if (displaced := self._strangers.add(scope, host, acceptor)) is not None:
-                        displaced.cancel()
-                    await shake_hands(stream, acceptor)
-            except (OSError, HandshakeFailed, ConnectionLost):
-                return
-            finally:
-                self._strangers.discard(scope)
-            if scope.cancelled_caught or acceptor.role != ROLE_OF_AGENTS:
-                return
-            received, sent = acceptor.keys()
-            connection = Connection(stream, (sent, received), FROM_AGENT)
-            agent = self._expected.pop(acceptor.subject, None)
-            if agent is not None and agent.lost is None:
-                await agent.run(connection)
-                return
-            with trio.move_on_after(HANDSHAKE_S), suppress(ConnectionLost):
-                await connection.send_now(Refused())
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import trio
 from msgspec import structs
 
 from omni_actors import OmniSystem
-from omni_actors.cluster import spawner
+from omni_actors.cluster import remote_agents
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.on_ray import plan_again
@@ -74,7 +74,7 @@ async def test_a_system_starts_without_a_node_that_it_can_do_without(caplog: pyt
 async def test_a_node_that_was_missing_at_the_start_is_used_once_it_has_an_agent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(spawner, "RESTART_S", (0.1, 0.1))
+    monkeypatch.setattr(remote_agents, "RESTART_S", (0.1, 0.1))
     async with opened(starter := FailsAtFirst()) as omni:
         starter.is_open.set()
         await until(lambda: omni.health().nodes["b"].state == "alive")
@@ -98,7 +98,7 @@ async def test_all_nodes_but_the_parents_may_be_missing() -> None:
 
 
 async def test_a_node_that_is_added_and_has_no_agent_can_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawner, "RESTART_S", (0.1, 0.1))
+    monkeypatch.setattr(remote_agents, "RESTART_S", (0.1, 0.1))
     async with opened(starter := SubprocessAgents({"c": FAILS})) as omni:
         cluster = omni._cluster
         assert isinstance(cluster, ClusterSpawner)

@@ -88,7 +88,7 @@ async def test_a_stage_is_scaled_as_far_as_nodes_have_room() -> None:
                 await omni.scale("only", 4)  # there is room for one of the two
             assert (caught.value.param, caught.value.code) == ("replicas", "no_devices")
             assert [each.state for each in omni.health().stages["only"]] == ["ready"] * 3
-            with pytest.raises(InvalidRequest, match=r"no node can run only\.3"):
+            with pytest.raises(InvalidRequest, match=r"no node can run only\.[23]"):  # either of them had the place
                 await omni.scale("only", 4)
             assert (await omni.scale("only", 2)).before == 3
             await omni.sleep(2)

@@ -13,7 +13,7 @@ import trio
 
 from omni_actors import OmniSystem
 from omni_actors.background import Background
-from omni_actors.cluster import remote_agent, spawner
+from omni_actors.cluster import remote_agent, remote_agents
 from omni_actors.cluster.agent import AgentSettings
 from omni_actors.cluster.interfaces import AgentEnd
 from omni_actors.cluster.spawner import open_cluster
@@ -83,7 +83,7 @@ class NoDescriptors(SubprocessAgents):
 
 
 async def test_an_agent_that_cannot_be_started_for_now_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawner, "RESTART_S", (0.01, 0.01))
+    monkeypatch.setattr(remote_agents, "RESTART_S", (0.01, 0.01))
     agents = NoDescriptors()
     async with open_cluster(named("a"), agents, FixedPlaces({})) as cluster:
         first = cluster.agents["a"]
@@ -95,7 +95,7 @@ async def test_an_agent_that_cannot_be_started_for_now_is_tried_again(monkeypatc
 
 
 async def test_a_node_has_places_from_the_moment_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawner, "RESTART_S", (0.01, 0.01))
+    monkeypatch.setattr(remote_agents, "RESTART_S", (0.01, 0.01))
     agents, places = SubprocessAgents(), FixedPlaces({"first": "a"})
     async with open_cluster(named("a"), agents, places) as cluster:
         for _ in range(5):
