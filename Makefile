@@ -3,9 +3,8 @@
 # make test    set up and run the tests
 # make test-perf   the tests that measure time, one after the other, and the expensive ones
 # make test-kills   SIGKILL at every tenth output, and every denoising step, of every stage; takes an hour
-# make test-cluster   the tests on a cluster, which they start on this machine: Ray's, and systems of other tests
+# make test-cluster   the tests on a cluster that they start on this machine, and those of replays and engines on Ray
 # make test-nixl   the tests of NIXL as a transport between nodes, which this installs first
-# make test-worlds   all tests of replays and of engines with their workers on other nodes; takes half an hour
 # make test-portable   the numeric tests, with rounding noise as other machines have it
 # make serve   set up and serve the "voice" pipeline on port 8091 (OpenAI-compatible HTTP)
 # make lint    what CI asks of every file
@@ -43,7 +42,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo demo-image serve test test-perf test-kills test-cluster test-nixl test-worlds test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-nixl bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
+.PHONY: help setup demo demo-image serve test test-perf test-kills test-cluster test-nixl test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-nixl bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
 .DELETE_ON_ERROR:
 
 help:
@@ -83,15 +82,9 @@ test-perf: setup
 test-kills: setup
 	$(BIN)/python -m pytest -m "kills" $(PYTEST_ARGS)
 
-# The engines that cross nodes here; `make test-worlds` has them all.
-WORLD_ENGINES := echo or llm_decode or hibari_vocoder or qwen_image_vae_encoder
-
 test-cluster: setup
 	$(BIN)/python -m pytest -m "cluster and not kills" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n 2 --world agents -m "not slow and not kills" tests/replay $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n 2 --timeout 300 --world agents -k "$(WORLD_ENGINES)" tests/stages/test_in_workers.py $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --world ray -m "not slow and not kills" tests/replay $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --timeout 300 --world ray -k "$(WORLD_ENGINES)" tests/stages/test_in_workers.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --timeout 300 --world ray -m "not kills" tests/replay tests/stages/test_in_workers.py $(PYTEST_ARGS)
 
 test-nixl: setup .venv/nixl
 	$(BIN)/python -m pytest tests/cluster/test_nixl.py tests/cluster/test_nixl_faults.py tests/cluster/test_nixl_nodes.py tests/cluster/test_nixl_setting.py $(PYTEST_ARGS)
@@ -99,10 +92,6 @@ test-nixl: setup .venv/nixl
 .venv/nixl: .venv/installed
 	$(call phase,Installing NIXL (70 MB),$(BIN)/python -m pip install -qq -c requirements/constraints.txt -e '.[$(NIXL_EXTRAS)]')
 	@touch $@
-
-test-worlds: setup
-	$(BIN)/python -m pytest -n 2 --timeout 300 --world agents -m "not kills" tests/replay tests/stages/test_in_workers.py $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --timeout 300 --world ray -m "not kills" tests/replay tests/stages/test_in_workers.py $(PYTEST_ARGS)
 
 # Each run has a seed of the noise and a number of threads of the engines. The expensive tests take part in the first.
 PORTABLE_RUNS := 1,1 2,2 3,1
