@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import uuid
@@ -24,6 +25,7 @@ from omni_actors.errors import (
     SystemClosed,
     TemporarilyRefused,
 )
+from omni_actors.log_events import AutoscaleFailed, ReplicaGivenUp, WorkerDied, log
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
 from omni_actors.stress.simulation.worker import WorkerBehavior
@@ -163,7 +165,10 @@ async def test_requests_wait_for_a_stage_without_replicas(autojump_clock: trio.t
         assert scaling.states == {}
 
 
-async def test_a_request_scales_from_zero_where_the_pipeline_allows_it(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_request_scales_from_zero_where_the_pipeline_allows_it(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, log.name)
     async with opened(replicas=0, scale_from_zero=True) as scaling:
         assert scaling.omni.health().ready
         assert await numbers(scaling.ask()) == [0, 1, 2]
@@ -174,6 +179,9 @@ async def test_a_request_scales_from_zero_where_the_pipeline_allows_it(autojump_
             await numbers(scaling.ask())
         while scaling.states:
             await scaling.omni.wait_changed()
+        await trio.testing.wait_all_tasks_blocked()
+        logged = [type(record.event) for record in caplog.records if record.name == log.name]
+        assert logged == [WorkerDied, ReplicaGivenUp, AutoscaleFailed]
         scaling.behavior = WorkerBehavior()
         assert await numbers(scaling.ask()) == [0, 1, 2]
 

@@ -167,9 +167,9 @@ class Dispatcher:
 
     def _restart(self, request: Request, placement: Mapping[str, Address]) -> None:
         stages, deaths = request.replay_state.waiting, request.deaths
-        assert deaths.latest is not None, "a worker died"
-        lost_s, is_resumed = trio.current_time() - deaths.latest_at, not self._resumable.isdisjoint(stages)
-        self.replay_log.add(deaths.latest, lost_s, is_resumed=is_resumed)
+        is_resumed = not self._resumable.isdisjoint(stages)
+        for loss in deaths.causes(stages):
+            self.replay_log.add(loss.crash, trio.current_time() - loss.noticed, is_resumed=is_resumed)
         request.replays += 1
         request.restarted_stages.update(stages)
         deaths.restarted(stages)

@@ -35,10 +35,14 @@ ON_FAILURE = get_args(OnFailure)
 
 @dataclass(eq=False)
 class Loss:
-    """The death of one worker that held a request. Times are CLOCK_MONOTONIC."""
+    """The death of one worker that held a request. Times are CLOCK_MONOTONIC, but for ``noticed``.
+
+    noticed: when the death was noticed, on trio's clock.
+    """
 
     crash: StageCrashed
     at: float
+    noticed: float
     stats: StageStats | None
     """The stage's statistics, if it had finished."""
     restarted: float | None = None
@@ -56,8 +60,6 @@ class Deaths:
     losses: list[Loss] = field(default_factory=list)
     """All of them, the earliest first."""
     latest: StageCrashed | None = None
-    latest_at: float = 0.0
-    """When it was, on trio's clock."""
     latest_charged: bool = False
     """Whether the replay after the latest death counts against ``limits.replays``."""
     charged_replays: int = 0
@@ -67,8 +69,14 @@ class Deaths:
 
     def add(self, crash: StageCrashed, at: float, stats: StageStats | None) -> None:
         """Record a death. at: when it was noticed, on trio's clock. stats: those of the stage, if it had finished."""
-        self.losses.append(Loss(crash, time.monotonic(), stats))
-        self.latest, self.latest_at = crash, at
+        self.losses.append(Loss(crash, time.monotonic(), at, stats))
+        self.latest = crash
+
+    def causes(self, stages: Collection[str]) -> list[Loss]:
+        """Return the deaths because of which these stages start again; the latest one if it is none of theirs."""
+        return [each for each in self.losses if each.restarted is None and each.crash.stage in stages] or [
+            self.losses[-1]
+        ]
 
     def restarted(self, stages: Collection[str]) -> None:
         """Record that these stages were dispatched again."""

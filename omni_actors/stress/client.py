@@ -107,7 +107,7 @@ class Client(Generic[Tracked]):
     def _count_restarted(self, request: Request) -> None:
         """Count a completed request as resumed and as repeated."""
         if stages := request.restarted_stages:
-            row = self._row_at(self._now() - (trio.current_time() - request.deaths.latest_at))
+            row = self._row_at(self._now() - (trio.current_time() - request.deaths.losses[-1].noticed))
             resumed = {stage for stage in stages if self._workload.pipeline.resumable(stage)}
             row.resumed += bool(resumed)
             row.repeated += resumed != stages

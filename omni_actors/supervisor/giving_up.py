@@ -31,7 +31,8 @@ def plan_retry(replica: Replica, exit: WorkerExit, now: float) -> None:
     replica.retry_at = None
     if incarnation.ready.is_set() and now - incarnation.ready_at > policy.period_s:
         replica.failed_tries = 0
-    if incarnation.stopped_with_another or _cannot_load(replica) or restart.why_never_restarted(policy, exit):
+    is_reported = replica.added and _cannot_load(replica)
+    if incarnation.stopped_with_another or is_reported or restart.why_never_restarted(policy, exit):
         return
     delay_s = restart.retry_delay_s(policy, replica.failed_tries)
     replica.retry_at = None if delay_s is None else now + delay_s
@@ -39,5 +40,5 @@ def plan_retry(replica: Replica, exit: WorkerExit, now: float) -> None:
 
 
 def _cannot_load(replica: Replica) -> bool:
-    """Whether a replica's first worker failed to load. The caller of ``open`` or ``scale`` gets the error."""
+    """Whether a replica's first worker failed to load: then it is not restarted at once."""
     return replica.incarnation.load_error is not None and replica.generation == replica.earlier + 1

@@ -66,6 +66,8 @@ class Replica:
     """Whether it is to have no worker until it is woken."""
     leaving: bool = False
     """Whether it is being removed: it gets no new request and no new worker."""
+    added: bool = False
+    """Whether it was added to a running system: if it cannot load, the caller of that gets the error."""
     earlier: int = 0
     """The last generation of an earlier replica with this address, which was removed."""
     generation: int = 0

@@ -130,7 +130,7 @@ class Supervisor:
         """Add a replica, whose first worker is started as soon as other tasks have run, unless the supervisor ends."""
         earlier = self._generations.pop(spec.address, 0)
         stage = self.stages[spec.address.stage]
-        replica = self.replicas[spec.address] = Replica(spec, stage, earlier=earlier, generation=earlier)
+        replica = self.replicas[spec.address] = Replica(spec, stage, added=True, earlier=earlier, generation=earlier)
         if self._nursery is not None:
             self._start_soon(self._nursery, self._start, [replica])
         return replica
@@ -293,7 +293,11 @@ class Supervisor:
         """Configure and connect a worker, and deliver its messages and outputs until it dies."""
         fence, parts = self._listener.newest_request(), self.desired.parts(replica.address.stage)
         replica.incarnation.parts, desired = parts, tuple(part.desired for part in parts)
-        behind = any(each.state is ReplicaState.READY for each in self._deaths.of_stage(replica))
+        behind = any(
+            each.state is ReplicaState.READY
+            for address, each in self.replicas.items()
+            if address.stage == replica.address.stage
+        )
         worker.mailbox.post(messages.Configure(replica.spec, fence, desired, behind))
         try:
             output = self._edges.connect_worker(replica.spec, replica.post, replica.kill)

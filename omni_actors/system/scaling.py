@@ -286,10 +286,12 @@ class ScaleControl(Control):
 
         async def start(stage: str) -> None:
             try:
-                with suppress(StageFailed, StageAsleep, SystemClosed):  # its requests have ended with the reason
+                with suppress(StageAsleep, SystemClosed):
                     async with self._changing[stage]:
                         if self._starts_when_needed(stage) and stage in pools.starved():
                             await self._change(stage, 1, is_needed=True)
+            except StageFailed as error:  # the requests that waited have ended with it
+                record(AutoscaleFailed(stage=stage, replicas=1, error=str(error), retry_in_s=0.0))
             except (InvalidRequest, TemporarilyRefused) as error:
                 record(AutoscaleFailed(stage=stage, replicas=1, error=str(error), retry_in_s=0.0))
                 pools.refuse_waiting(stage, str(error))

@@ -39,7 +39,7 @@ class ActiveRequest:
         self.request, self.targets = start.request, start.targets
         self.downstream = start.downstream
         self._sequences = {source: ChunkSequence(start.request, source) for source in start.sources}
-        self._replayed = start.replayed
+        self.replayed = start.replayed
         self._diverged = False
         """Whether a source sent something else the second time. What comes later belongs to another answer."""
         self._producers: dict[str, Address | None] = {}
@@ -90,7 +90,7 @@ class ActiveRequest:
             return False
         if self._producers.get(header.source, producer) != producer:
             return False
-        if self._replayed and header.seq and not self._sequences[header.source].received:
+        if self.replayed and header.seq and not self._sequences[header.source].received:
             return False  # sent to a start of the request that was aborted here; all chunks come again from the first
         self.first_input = self.first_input or time.monotonic()
         for each in header.all_decided:

@@ -1,7 +1,9 @@
 """Feeding an engine: each chunk as it arrives, or a request's whole input at once.
 
 Whole input is kept as copies, so that the rings stay free, within the bounds of ``messages.Gathering``. A request that
-exceeds them is refused. Making its producers wait instead could block other requests, which share their rings.
+exceeds its own bound is refused. One that exceeds the worker's is refused for now, unless it is replayed: it was within
+that bound at the worker that died. Making its producers wait instead could block other requests, which share their
+rings.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from collections.abc import Mapping
 import msgspec
 
 from omni_actors.protocol import messages
-from omni_actors.stages.base import Chunk, InvalidRequest, StageEngine
+from omni_actors.stages.base import Chunk, InvalidRequest, StageEngine, TemporarilyRefused
 from omni_actors.worker.active import ActiveRequest
 from ringbuf import Tensor
+
+TOO_LARGE = "gathered_input_too_large"
 
 
 class Gatherer:
@@ -25,8 +29,8 @@ class Gatherer:
     def feed(self, engine: StageEngine, request: ActiveRequest, chunk: Chunk, size: int) -> None:
         """Feed a chunk of ``size`` bytes, or keep it; with the last one of the input, feed all.
 
-        Raises InvalidRequest or TemporarilyRefused: the engine refuses the request, or (InvalidRequest) the input
-        exceeds the bounds. The engine has forgotten the request then.
+        Raises InvalidRequest or TemporarilyRefused: the engine refuses the request, or the input exceeds the request's
+        bound or the worker's. The engine has forgotten the request then.
         """
         if self._bounds is None:
             engine.feed(request.request, chunk)
@@ -34,18 +38,20 @@ class Gatherer:
         copies = {name: Tensor(each.dtype, each.shape, bytes(each.data)) for name, each in chunk.tensors.items()}
         request.gathered.append(msgspec.structs.replace(chunk, tensors=copies))
         request.gathered_bytes += size
-        if (why := self._excess(request, self._bounds)) is not None:
+        if (refused := self._excess(request, self._bounds)) is not None:
             engine.abort(request.request)
-            raise InvalidRequest(why, code="gathered_input_too_large")
+            raise refused
         if request.input_complete:
             gathered, request.gathered, request.gathered_bytes = request.gathered, [], 0
             for each in gathered:
                 engine.feed(request.request, each)
 
-    def _excess(self, request: ActiveRequest, bounds: messages.Gathering) -> str | None:
+    def _excess(self, request: ActiveRequest, bounds: messages.Gathering) -> InvalidRequest | TemporarilyRefused | None:
         if request.gathered_bytes > bounds.request_bytes:
-            return f"its input exceeds the {bounds.request_bytes} bytes that a stage gathers (limits.retain_bytes)"
-        if sum(each.gathered_bytes for each in self._active.values()) > bounds.worker_bytes:
+            limit = f"{bounds.request_bytes} bytes that a stage gathers (limits.retain_bytes)"
+            return InvalidRequest(f"its input exceeds the {limit}", code=TOO_LARGE)
+        if not request.replayed and sum(each.gathered_bytes for each in self._active.values()) > bounds.worker_bytes:
             limit = f"{bounds.worker_bytes} bytes (limits.worker_retain_bytes)"
-            return f"the input that one worker gathers for all requests exceeds {limit}"
+            message = f"the input that one worker gathers for all requests exceeds {limit}"
+            return TemporarilyRefused(message, code=TOO_LARGE)
         return None

@@ -11,6 +11,7 @@ import trio.testing
 from omni_actors.errors import StageCrashed, WorkerExit
 from omni_actors.log_events import log
 from omni_actors.orchestrator.replay_log import TOGETHER_S, ReplayLog
+from omni_actors.orchestrator.request import Deaths
 
 FIRST = StageCrashed("mind", 0, 1, WorkerExit(7, "SIGKILL", None))
 SECOND = StageCrashed("mouth", 1, 4, WorkerExit(8, None, 3, node="n1"))
@@ -42,3 +43,14 @@ async def test_replays_are_counted_by_the_death_that_they_follow(
         replay_log.add(FIRST, 2.0, is_resumed=False)
         nursery.cancel_scope.cancel()
     assert [record.event.requests for record in caplog.records] == [1], "also when the system closes"
+
+
+def test_a_replay_follows_the_deaths_of_the_stages_that_start_again() -> None:
+    deaths = Deaths()
+    deaths.add(FIRST, 10.0, None)
+    deaths.add(SECOND, 12.0, None)  # it had finished, and is not needed
+    assert [(each.crash, each.noticed) for each in deaths.causes(["mind"])] == [(FIRST, 10.0)]
+    assert [each.crash for each in deaths.causes(["mind", "mouth"])] == [FIRST, SECOND]
+    deaths.restarted(["mind"])
+    assert [each.crash for each in deaths.causes(["mouth"])] == [SECOND]
+    assert [each.crash for each in deaths.causes(["eye"])] == [SECOND], "a living stage computes its outputs again"

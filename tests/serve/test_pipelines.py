@@ -187,6 +187,21 @@ def test_a_pipeline_that_cannot_load_does_not_end_the_others(start: Start, tmp_p
         assert server.ends_by(signal.SIGTERM)[0] == 0
 
 
+def test_a_pipeline_that_could_not_load_is_tried_again(start: Start, tmp_path: Path) -> None:
+    weights, config = tmp_path / "weights", tmp_path / "late.yaml"
+    engine = f'engine: "tests.support.served_engines:waiting_for_weights", options: {{weights: {weights}}}'
+    config.write_text(
+        f"name: late\nstages: {{one: {{{engine}, accepts: [messages], emits: text, restart: {{retry_s: 0.2}}}}}}"
+    )
+    with start(str(config), config=MIND) as server:
+        server.wait(lambda: "the pipeline 'late' cannot load" in server.stderr, "the failure to be logged")
+        assert ask(server, "late").status_code == 503
+        weights.touch()
+        server.wait(lambda: server.status() == "ready", "both pipelines to load")
+        assert ask(server, "late").status_code == 200
+        assert "stage 'one' (replica 0, generation 1) died" in server.stderr
+
+
 async def test_a_server_has_started_when_each_pipeline_has_loaded_or_failed(tmp_path: Path) -> None:
     """In either order: the broken one is the first or the last to be known."""
     documents = []

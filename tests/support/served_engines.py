@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -151,6 +152,12 @@ class Inside(_Engine):
 
 def _line(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {}, {"text": msgspec.json.encode(found).decode() + "\n"}
+
+
+def waiting_for_weights(context: StageContext) -> Eye:
+    """Load if the file of the option "weights" is there."""
+    Path(context.options["weights"]).read_bytes()
+    return Eye(context)
 
 
 def broken(context: StageContext) -> _Engine:
