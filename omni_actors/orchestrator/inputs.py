@@ -33,7 +33,7 @@ _ENDED = object()
 def encode_params(params: Mapping[str, Mapping[str, Any]]) -> dict[str, msgspec.Raw]:
     """Encode the parameters of each stage, once for all its ``Start`` messages.
 
-    Raises InvalidRequest if they cannot be encoded or do not fit into a control message.
+    Raises InvalidRequest if they cannot be encoded or do not fit into a control message. It then names the largest one.
     """
     encoded: dict[str, msgspec.Raw] = {}
     for stage, share in params.items():
@@ -42,7 +42,10 @@ def encode_params(params: Mapping[str, Mapping[str, Any]]) -> dict[str, msgspec.
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"the parameters of stage {stage!r} cannot be encoded: {error}") from error
         if (size := len(encoded[stage])) > PARAMS_BYTES:
-            raise InvalidRequest(f"the parameters of stage {stage!r} take {size} bytes; the limit is {PARAMS_BYTES}")
+            sizes = {name: len(msgspec.msgpack.encode(value)) for name, value in share.items()}
+            largest = max(sizes, key=sizes.__getitem__)
+            reason = f"the parameters of stage {stage!r} take {size} bytes, this one {sizes[largest]}"
+            raise InvalidRequest(f"{largest}: {reason}; the limit is {PARAMS_BYTES}", param=largest)
     return encoded
 
 

@@ -109,6 +109,13 @@ async def test_parameters_that_cannot_be_encoded_are_refused(omni: OmniSystem) -
 
 
 @with_shared_system
+async def test_parameters_that_are_too_large_together_are_refused_by_the_name_of_the_largest(omni: OmniSystem) -> None:
+    with pytest.raises(InvalidRequest, match=r"^long: the parameters of stage '.*; the limit is 65536$") as caught:
+        omni.submit({"script": [Input({})]}, ["audio"], short="x" * 20_000, long="x" * 50_000)
+    assert caught.value.param == "long"
+
+
+@with_shared_system
 async def test_a_kind_without_a_piece_is_refused_as_no_input(omni: OmniSystem) -> None:
     with pytest.raises(InvalidRequest, match="no input"):
         omni.submit({"script": []}, ["audio"])

@@ -193,6 +193,17 @@ def test_a_tool_that_must_be_called_hides_no_modality_that_is_not_there(client: 
     assert refused.value.param == "modalities"
 
 
+@pytest.mark.parametrize(("size", "choice", "param"), [(35_000, "auto", "tools"), (20_000, "required", "tool_choice")])
+def test_tools_that_do_not_fit_into_a_message_are_refused_by_name(
+    client: openai.OpenAI, size: int, choice: Any, param: str
+) -> None:
+    """A choice brings the schemas of the tools a second time."""
+    functions = [{"name": name, "parameters": {"type": "object", "description": "x" * size}} for name in ("f", "g")]
+    with pytest.raises(openai.BadRequestError, match=f"{param}: the parameters of stage 'mind' take ") as refused:
+        ask(client, tools=[{"type": "function", "function": each} for each in functions], tool_choice=choice)
+    assert refused.value.param == param
+
+
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**100])
 def test_a_call_with_an_integer_of_any_size_may_be_sent_back(client: openai.OpenAI, number: int) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": f'{{"n": {number}}}'}}
