@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from omni_actors.orchestrator.inputs import PARAMS_BYTES
 from omni_actors.prompts import Messages
 from omni_actors.supervisor.calls import Reply
 from omni_actors.system.control import Freed
@@ -13,6 +14,7 @@ from omni_actors.system.scaling import Scaled
 from omni_actors.system.texts import Embedding, Tokens
 
 __all__ = [
+    "PARAMS_BYTES",
     "Embedding",
     "Freed",
     "Health",

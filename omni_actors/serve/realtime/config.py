@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from omni_actors.serve.api.audio_schemas import MAX_PROMPT_CHARACTERS
 from omni_actors.serve.api.errors import from_validation
-from omni_actors.serve.api.tools import FunctionDefinition, FunctionName, Name, NamedTool, Tool
+from omni_actors.serve.api.tools import Name
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, ItemReference, Message
 from omni_actors.turns import TurnDetection
 
@@ -172,12 +172,14 @@ class ResponseParams(_Struct, frozen=True):
     reasoning: None = None
 
     def applied_to(self, config: SessionConfig) -> SessionConfig:
-        """Return the configuration of this response."""
+        """Return the configuration of this response. Without tools, the session's choice of one does not count."""
         names = (
             *("output_modalities", "instructions", "tools", "tool_choice", "max_output_tokens"),
             "parallel_tool_calls",
         )
         changes = {name: value for name in names if (value := getattr(self, name)) is not UNSET}
+        if self.tools == []:
+            changes.setdefault("tool_choice", "auto")
         asked = self.audio.output
         output = {name: value for name in ("format", "voice") if (value := getattr(asked, name)) is not UNSET}
         replaced = msgspec.structs.replace(config.audio.output, **output)
@@ -211,17 +213,6 @@ def to_wire(config: SessionConfig) -> dict[str, Any]:
         del output["word_timing"]
     optional = ("parallel_tool_calls", "include", "prompt", "reasoning", "tracing")
     return {name: value for name, value in found.items() if name not in optional or value is not None}
-
-
-def chat_tools(config: SessionConfig) -> list[Tool]:
-    """Return the tools as the chat API has them."""
-    return [Tool(FunctionDefinition(each.name, each.description, each.parameters)) for each in config.tools]
-
-
-def chat_tool_choice(config: SessionConfig) -> Literal["none", "auto", "required"] | NamedTool:
-    """Return the choice of a tool as the chat API has it."""
-    choice = config.tool_choice
-    return NamedTool(FunctionName(choice.name)) if isinstance(choice, FunctionChoice) else choice
 
 
 def _merged(config: dict[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,8 @@ from omni_actors.config import Pipeline
 from omni_actors.serve.api import schemas
 from omni_actors.serve.api.schemas import takes_parameter
 from omni_actors.serve.http.errors import bad_request
-from omni_actors.serve.realtime.config import (
-    ResponseParams,
-    SessionConfig,
-    VoiceId,
-    chat_tool_choice,
-    chat_tools,
-    to_wire,
-)
+from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, VoiceId, to_wire
+from omni_actors.serve.realtime.tools import chat_tool_choice, chat_tools
 from omni_actors.serve.routes.chat import parameters_of, require_possible
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 import trio
+from msgspec import UNSET
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.errors import Aborted, OmniError
@@ -49,6 +50,7 @@ from omni_actors.serve.realtime.pipeline import SessionPipeline
 from omni_actors.serve.realtime.response import Response
 from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.session_responses import SessionResponses
+from omni_actors.serve.realtime.tools import require_tools
 from omni_actors.serve.realtime.transcribing import Transcriber, may_succeed
 from omni_actors.serve.realtime.turn_taking import TurnItem, TurnTaking, can_detect, open_turn_taking
 from omni_actors.system import OmniSystem
@@ -226,6 +228,7 @@ class Session:
             message = "session.audio.input.format: the input audio buffer is not empty; commit or clear it"
             raise bad_request(message, "session.audio.input.format")
         self._check_modalities(config, "session.")
+        require_tools(config, "session.", is_chosen="tool_choice" in update)
         await self._check_transcription(config)
         ResponseSettings(config, ResponseParams(), self._pipeline.system.pipeline, self._params)
         before = self._turns
@@ -393,7 +396,9 @@ class Session:
 
     def _respond(self, asked: ResponseParams, *, needs_words: bool = False) -> None:
         """Begin a response. needs_words: see ``Response``. Raises HTTPError."""
-        self._check_modalities(asked.applied_to(self._config), "response.")
+        config = asked.applied_to(self._config)
+        self._check_modalities(config, "response.")
+        require_tools(config, "response.", is_chosen=asked.tool_choice is not UNSET)
         response = self._responses.begin(self._config, asked, self._params, needs_words=needs_words)
         self._transcribe_again(response.entries)
         assert self._nursery is not None

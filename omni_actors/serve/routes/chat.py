@@ -23,7 +23,7 @@ from omni_actors.serve.api import responses, schemas
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.json_body import read_json
-from omni_actors.serve.api.tools import NamedTool, call_schema, checked_arguments
+from omni_actors.serve.api.tools import FunctionDefinition, NamedTool, Tool, ToolChoice, call_schema, checked_arguments
 from omni_actors.serve.http.errors import bad_request, quote_value
 from omni_actors.serve.media.audio import decode
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
@@ -155,10 +155,15 @@ def require_possible(body: schemas.ChatRequest) -> None:
     if not isinstance(body.response_format, schemas.TextFormat):
         message = "response_format: the answer is a call of a tool; accepted: {'type': 'text'}"
         raise bad_request(message, "response_format", "unsupported_parameter")
+    require_objects(functions, "tools")
+
+
+def require_objects(functions: Sequence[FunctionDefinition], param: str) -> None:
+    """Refuse functions that must be called and whose arguments are no object. param: their name. Raises HTTPError."""
     for function in functions:
         if (kind := function.parameters.get("type", "object")) not in ("object", ["object"]):
-            message = f"tools: the parameters of {function.name!r} have the type {quote_value(kind)}"
-            raise bad_request(f"{message}; accepted: 'object'", "tools", "invalid_value")
+            message = f"{param}: the parameters of {function.name!r} have the type {quote_value(kind)}"
+            raise bad_request(f"{message}; accepted: 'object'", param, "invalid_value")
 
 
 def parameters_of(
@@ -173,7 +178,7 @@ def parameters_of(
         *text_parameters(body),
         ("max_tokens", "max_completion_tokens", body.max_completion_tokens),
         ("logprobs", "logprobs", body.top_logprobs or 0 if body.logprobs else None),
-        *_tool_parameters(body),
+        *tool_parameters(body.tools, body.tool_choice),
         ("speaker", "audio.voice", speaker),
         ("use_audio_in_video", "mm_processor_kwargs.use_audio_in_video", body.mm_processor_kwargs.use_audio_in_video),
         *((name, name, value) for name, value in others.items()),
@@ -185,18 +190,20 @@ def parameters_of(
     return params, names
 
 
-def _tool_parameters(body: schemas.ChatRequest) -> list[tuple[str, str, Any]]:
-    """Return the engines' parameters for tools: the engines' name, the client's name, the value."""
-    if not body.tools or body.tool_choice == "none":
+def tool_parameters(tools: Sequence[Tool], choice: ToolChoice | None) -> list[tuple[str, str, Any]]:
+    """Return the engines' parameters for tools: the engines' name, the client's name, the value.
+
+    choice: if it names a tool, one of ``tools``.
+    """
+    if not tools or choice == "none":
         return []
-    found: list[tuple[str, str, Any]] = [("tools", "tools", msgspec.to_builtins(body.tools))]
+    found: list[tuple[str, str, Any]] = [("tools", "tools", msgspec.to_builtins(tools))]
     schema: dict[str, Any] | None = None
-    if isinstance(body.tool_choice, NamedTool):
-        name = body.tool_choice.function.name
-        schema = next(tool.function.parameters for tool in body.tools if tool.function.name == name)
+    if isinstance(choice, NamedTool):
+        schema = next(tool.function.parameters for tool in tools if tool.function.name == choice.function.name)
         schema = schema or {"type": "object"}
-    elif body.tool_choice == "required":
-        schema = call_schema(body.tools)
+    elif choice == "required":
+        schema = call_schema(tools)
     if schema is not None:
         found.append(("structured_outputs", "tool_choice", {"json": schema}))
     return found

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from omni_actors.serve.realtime.tools import MAX_TOOLS_BYTES
 from tests.support.http_server import NO_TLS, Server, Start
 from tests.support.realtime import session
 
@@ -101,6 +102,37 @@ def test_a_function_is_called_and_its_result_taken(writer: Server) -> None:
             if event.type == "response.done":
                 assert event.response.status in ("completed", "incomplete"), event.response.status_details
                 break
+
+
+def test_tools_that_no_response_could_use_are_refused_when_they_are_set(writer: Server) -> None:
+    def city(size: int) -> dict[str, Any]:
+        return {**CITY, "parameters": {**CITY["parameters"], "description": "x" * size}}
+
+    with session(writer) as talk:
+        for tools in ([city(8_000_000)], [{**city(1000), "name": f"f{number}"} for number in range(128)]):
+            error = talk.error("session.update", session={"tools": tools})
+            assert (error["param"], error["code"]) == ("session.tools", "tools_too_large")
+            error = talk.error("response.create", response={"tools": tools})
+            assert (error["param"], error["code"]) == ("response.tools", "tools_too_large")
+        choice = {"type": "function", "name": "nope"}
+        assert talk.error("session.update", session={"tool_choice": choice})["param"] == "session.tool_choice.name"
+        assert talk.error("response.create", response={"tool_choice": choice})["param"] == "response.tool_choice.name"
+        talk.send("session.update", session={})
+        assert talk.receive()["session"]["tools"] == []
+
+
+@pytest.mark.parametrize(
+    ("share", "choice"), [(1, "auto"), (2, "required"), (2, {"type": "function", "name": "weather"})]
+)
+def test_the_largest_tools_reach_the_model(writer: Server, share: int, choice: Any) -> None:
+    """They exceed its context. Their size was not refused."""
+    parameters = {**CITY["parameters"], "description": "x" * (MAX_TOOLS_BYTES // share - 500)}
+    with session(writer) as talk:
+        talk.send("session.update", session={"tools": [{**CITY, "parameters": parameters}], "tool_choice": choice})
+        assert talk.receive()["type"] == "session.updated"
+        talk.ask("Is it warm in Rome?")
+        [done] = [event["response"] for event in talk.respond() if event["type"] == "response.done"]
+        assert done["status_details"]["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_call_that_is_cut_by_its_length_does_not_break_the_conversation(writer: Server) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from omni_actors.serve.http.errors import HTTPError
-from omni_actors.serve.realtime.config import SessionConfig, updated
+from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, convert, updated
 from omni_actors.serve.realtime.events import read_event
+from omni_actors.serve.realtime.tools import MAX_TOOLS_BYTES, require_tools
 
 CONFIG = SessionConfig(type="realtime", model="studio", output_modalities=["text"])
 PARTS = "'input_text', 'input_audio', 'output_text', 'output_audio'"
@@ -67,6 +68,63 @@ def test_an_update_that_is_refused(update: dict[str, Any], param: str, reason: s
     assert (error.param, error.code) == (f"session.{param}", "invalid_value")
     assert error.message.startswith(f"session.{param}: ")
     assert reason in error.message
+
+
+def tool(name: str, *, size: int = 0, type: str = "object") -> dict[str, Any]:
+    parameters = {"type": type, "description": "x" * size}
+    return {"type": "function", "name": name, "parameters": parameters}
+
+
+def choice(name: str) -> dict[str, Any]:
+    return {"type": "function", "name": name}
+
+
+MANY = [tool(f"f{number}", size=1000) for number in range(128)]
+HALF = [tool("f", size=MAX_TOOLS_BYTES // 2)]
+DEMANDED = "the tools and the schema of the call that this choice demands take "
+
+
+@pytest.mark.parametrize(
+    ("before", "update", "param", "reason"),
+    [
+        ({}, {"tools": [tool("f", size=8_000_000)]}, "tools", "the tools take 80000"),
+        ({}, {"tools": MANY}, "tools", "the tools take 1"),
+        ({}, {"tools": MANY, "tool_choice": "none"}, "tools", "the tools take 1"),
+        ({}, {"tools": HALF, "tool_choice": "required"}, "tool_choice", DEMANDED),
+        ({"tools": HALF}, {"tool_choice": choice("f")}, "tool_choice", DEMANDED),
+        ({"tools": [tool("f")], "tool_choice": "required"}, {"tools": HALF}, "tools", DEMANDED),
+        ({}, {"tool_choice": choice("f")}, "tool_choice.name", "'f' is not one of the tools"),
+        ({"tools": [tool("f")]}, {"tool_choice": choice("g")}, "tool_choice.name", "'g' is not one of the tools"),
+        ({}, {"tool_choice": "required"}, "tool_choice", "there are no tools to choose from"),
+        (
+            {"tools": [tool("f")], "tool_choice": choice("f")},
+            {"tools": [tool("g")]},
+            "tools",
+            "the session's tool_choice is the function 'f', which is not one of these tools; change tool_choice too",
+        ),
+        (
+            {"tools": [tool("f")], "tool_choice": "required"},
+            {"tools": []},
+            "tools",
+            "the session's tool_choice is 'required', and there would be no tool; change tool_choice too",
+        ),
+        ({}, {"tools": [tool("f", type="null")], "tool_choice": "required"}, "tools", "the parameters of 'f' have"),
+    ],
+)
+def test_tools_and_a_choice_that_no_response_can_use(
+    before: dict[str, Any], update: dict[str, Any], param: str, reason: str
+) -> None:
+    config = updated(CONFIG, before)
+    require_tools(config, "session.", is_chosen="tool_choice" in before)
+    with pytest.raises(HTTPError) as caught:
+        require_tools(updated(config, update), "session.", is_chosen="tool_choice" in update)
+    assert caught.value.param == f"session.{param}"
+    assert caught.value.message.startswith(f"session.{param}: {reason}")
+
+
+def test_a_response_without_tools_ignores_the_choice_of_its_session() -> None:
+    config = updated(CONFIG, {"tools": [tool("f")], "tool_choice": "required"})
+    require_tools(convert({"tools": []}, ResponseParams, "response").applied_to(config), "response.", is_chosen=False)
 
 
 @pytest.mark.parametrize(
