@@ -56,6 +56,11 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 @_setting("--max-body-bytes", AT_LEAST_1, "Limit of a request's body and the files that its URLs name.")
 @_setting("--max-event-bytes", AT_LEAST_1, "Limit of one event that a client sends over a WebSocket.")
 @_setting("--max-sessions", AT_LEAST_1, "Limit of realtime sessions.")
+@click.option(
+    "--max-sessions-per-address",
+    type=AT_LEAST_1,
+    help="Limit for one address. By default half of --max-sessions. Raise it behind a proxy.",
+)
 @_setting("--session-s", Number(min=0, min_open=True), "Longest realtime session, in seconds.")
 @_setting("--session-items", AT_LEAST_1, "Limit of the items of a realtime conversation.")
 @_setting("--session-bytes", AT_LEAST_1, "Limit of the text and the recordings of a realtime conversation.")

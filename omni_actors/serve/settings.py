@@ -30,6 +30,7 @@ class ServerSettings:
         max_event_bytes: the limit of one event that a client sends over a WebSocket. The longest turn of a user, 120 s
             of PCM in base64, has 7.7 MB.
         max_sessions: the limit of realtime sessions.
+        max_sessions_per_address: the limit of those from one address. None: half of ``max_sessions``, at least 1.
         session_s: the longest realtime session, in seconds.
         session_items, session_bytes: the most items of a session's conversation, and bytes of text and recordings.
         allow_origins: the origins whose web pages may use the server; "*": all.
@@ -61,6 +62,7 @@ class ServerSettings:
     max_body_bytes: int = 32 * 1024 * 1024
     max_event_bytes: int = 8 * 1024 * 1024
     max_sessions: int = 64
+    max_sessions_per_address: int | None = None
     session_s: float = 3600.0
     session_items: int = 1000
     session_bytes: int = 16 * 1024 * 1024

@@ -7,13 +7,13 @@ Rules
    by which the kernel finds viewers that have gone. So a viewer adds its own clock's time since the last event to the
    event's ``at``.
 3. A viewer that reads too slowly misses changes, and gets the whole state instead: at most ``KEPT`` events are kept.
-4. There are at most ``MAX_VIEWERS`` viewers.
+4. There are at most ``MAX_VIEWERS`` viewers, and ``MAX_VIEWERS_PER_ADDRESS`` from one address.
 5. The stream ends when the server begins to drain, after the event ``end``.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -29,6 +29,7 @@ PERIOD_S = 0.1
 COMMENT_S = 10.0
 KEPT = 32
 MAX_VIEWERS = 16
+MAX_VIEWERS_PER_ADDRESS = MAX_VIEWERS // 2
 VIEWERS_RETRY_S = 10
 
 _COMMENT = b":\n\n"
@@ -50,14 +51,13 @@ class StateFeed:
         self._changes: deque[bytes] = deque(maxlen=KEPT)
         """The events of the latest changes; the last one led to ``_version``."""
         self._next_read = -float("inf")
-        self.viewers = 0
+        self._viewers: Counter[str] = Counter()
+        """How many viewers each address has."""
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events for a new viewer. Raises HTTPError 503 instead of the first one."""
-        if self.viewers >= MAX_VIEWERS:
-            message = f"{MAX_VIEWERS} viewers have this stream already, which is the limit"
-            raise HTTPError(503, message, code="too_many_viewers", retry_after_s=VIEWERS_RETRY_S)
-        self.viewers += 1
+    async def events(self, address: str) -> AsyncGenerator[bytes, None]:
+        """Yield the events for a new viewer at ``address``. Raises HTTPError 503 instead of the first one."""
+        self._require_place(address)
+        self._viewers[address] += 1
         try:
             self._refresh()
             yield event(self._state, "state")
@@ -74,7 +74,19 @@ class StateFeed:
                     sent_at = now
             yield event({}, "end")
         finally:
-            self.viewers -= 1
+            self._viewers[address] -= 1
+            if not self._viewers[address]:
+                del self._viewers[address]
+
+    def _require_place(self, address: str) -> None:
+        """Raises HTTPError."""
+        if self._viewers.total() >= MAX_VIEWERS:
+            message = f"{MAX_VIEWERS} viewers have this stream already, which is the limit"
+        elif self._viewers[address] >= MAX_VIEWERS_PER_ADDRESS:
+            message = f"{MAX_VIEWERS_PER_ADDRESS} viewers of this address have this stream already, which is the limit"
+        else:
+            return
+        raise HTTPError(503, message, code="too_many_viewers", retry_after_s=VIEWERS_RETRY_S)
 
     def _since(self, seen: int) -> bytes:
         """Return the events that lead from version ``seen`` to the current one."""

@@ -35,8 +35,8 @@ async def test_a_new_viewer_of_an_idle_system_gets_its_time_now(autojump_clock: 
         )
 
     feed = StateFeed(read, lambda: False)
-    async with aclosing(feed.events()) as first:
+    async with aclosing(feed.events("a")) as first:
         began = _document(await anext(first))["at"]
         await trio.sleep(5000)
-        async with aclosing(feed.events()) as second:
+        async with aclosing(feed.events("a")) as second:
             assert _document(await anext(second))["at"] == began + 5000

@@ -43,7 +43,7 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events (ASGI). Raises HTTPError if there are too many viewers."""
         has_started = False
-        async with aclosing(self._feed.events()) as events:
+        async with aclosing(self._feed.events(scope["client"][0])) as events:
             async for piece in events:
                 if not has_started:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

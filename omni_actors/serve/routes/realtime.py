@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket
@@ -24,15 +26,18 @@ class Realtime:
     Args:
         pipelines: the running pipelines.
         settings: the bounds of the sessions, and of their number.
+
+    count: the number of sessions.
     """
 
     def __init__(self, pipelines: Pipelines, settings: ServerSettings) -> None:
         self._pipelines, self._most = pipelines, settings.max_sessions
+        self._most_per_address = settings.max_sessions_per_address or max(1, self._most // 2)
         self._limits = SessionLimits(
             duration_s=settings.session_s, max_items=settings.session_items, max_bytes=settings.session_bytes
         )
         self.count = 0
-        """The number of sessions."""
+        self._per_address: Counter[str] = Counter()
 
     async def serve(self, websocket: WebSocket) -> None:
         """Run a session, or refuse it with an HTTP response."""
@@ -42,18 +47,26 @@ class Realtime:
             await websocket.receive()
             await websocket.send_denial_response(error.response())
             return
+        address = websocket.scope["client"][0]
         self.count += 1
+        self._per_address[address] += 1
         try:
             subprotocol = SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None
             await websocket.accept(subprotocol)
             await session.run()
         finally:
             self.count -= 1
+            self._per_address[address] -= 1
+            if not self._per_address[address]:
+                del self._per_address[address]
 
     def _open(self, websocket: WebSocket) -> Session:
         """Raises HTTPError."""
         if self.count >= self._most:
             message = f"the server's sessions are all taken; the limit is {self._most}"
+            raise HTTPError(429, message, code="too_many_sessions", retry_after_s=BUSY_RETRY_S)
+        if self._per_address[websocket.scope["client"][0]] >= self._most_per_address:
+            message = f"this address has {self._most_per_address} sessions, which is the limit for one address"
             raise HTTPError(429, message, code="too_many_sessions", retry_after_s=BUSY_RETRY_S)
         query = websocket.query_params
         if query.get("intent") not in (None, "realtime"):

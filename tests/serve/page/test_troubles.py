@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from omni_actors.serve.state_feed import MAX_VIEWERS
+from omni_actors.serve.state_feed import MAX_VIEWERS_PER_ADDRESS
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import Server, Start
 
@@ -49,10 +49,10 @@ def test_a_pipeline_that_is_not_there_is_named_with_those_that_are(page: Page, s
 
 def test_a_refused_stream_is_shown_with_the_server_s_reason(page: Page, studio: Server) -> None:
     with ExitStack() as viewers, httpx.Client(base_url=studio.url) as client:
-        for _ in range(MAX_VIEWERS):
+        for _ in range(MAX_VIEWERS_PER_ADDRESS):
             viewers.enter_context(client.stream("GET", "/v1/state", params={"stream": "true"}))
         page.open(studio.url)
-        page.wait(f"({PROBLEM}).includes('{MAX_VIEWERS} viewers')")
+        page.wait(f"({PROBLEM}).includes('{MAX_VIEWERS_PER_ADDRESS} viewers')")
         assert "tries again" in page.evaluate(PROBLEM)
     assert unexpected(page) == []
 
@@ -102,7 +102,7 @@ def test_a_hidden_page_leaves_its_stream_to_other_viewers(page: Page, studio: Se
     page.open(studio.url)
     page.wait("document.querySelector('.status')?.dataset.state === 'ready'")
     with ExitStack() as viewers, httpx.Client(base_url=studio.url) as client:
-        for _ in range(MAX_VIEWERS - 1):
+        for _ in range(MAX_VIEWERS_PER_ADDRESS - 1):
             viewers.enter_context(client.stream("GET", "/v1/state", params={"stream": "true"}))
         assert is_full()
         page.evaluate(f"(() => {{ {HIDE.replace('HIDDEN', 'true')} }})()")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 import signal
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -368,6 +370,32 @@ def test_sessions_are_refused_with_a_status(start: Start) -> None:
         with session(server, additional_headers={"authorization": "Bearer sesame"}) as talk:
             talk.websocket.send("x" * 10_001)
             assert closed_with(talk) == 1009
+
+
+@pytest.mark.parametrize("flags", [["--max-sessions", "4"], ["--max-sessions", "3", "--max-sessions-per-address", "2"]])
+def test_one_address_cannot_take_all_sessions(start: Start, flags: list[str]) -> None:
+    """By default it can take half of them."""
+    with start(*flags, config="echo") as server, ExitStack() as sessions:
+
+        def refusal() -> tuple[int, str]:
+            with pytest.raises(InvalidStatus) as caught, connect(f"ws://127.0.0.1:{server.port}/v1/realtime"):
+                pass
+            response = caught.value.response
+            return response.status_code, json.loads(response.body)["error"]["message"]
+
+        first = sessions.enter_context(session(server))
+        sessions.enter_context(session(server))
+        assert refusal() == (429, "this address has 2 sessions, which is the limit for one address")
+        sessions.enter_context(session(server, source_address=("127.0.0.2", 0)))
+        first.websocket.close()
+        server.wait_metric("omni_realtime_sessions", 2)
+        sessions.enter_context(session(server))
+        assert refusal()[0] == 429
+
+
+def test_one_address_has_a_session_where_there_is_one(start: Start) -> None:
+    with start("--max-sessions", "1", config="echo") as server, session(server):
+        pass
 
 
 def test_a_session_ends_when_its_time_is_over(start: Start) -> None:

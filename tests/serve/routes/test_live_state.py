@@ -17,7 +17,7 @@ import pytest
 from omni_actors import OmniSystem
 from omni_actors.serve.api.merge_patch import apply_patch, merge_patch
 from omni_actors.serve.api.responses import event
-from omni_actors.serve.state_feed import MAX_VIEWERS
+from omni_actors.serve.state_feed import MAX_VIEWERS, MAX_VIEWERS_PER_ADDRESS
 from omni_actors.system.live_requests import STDERR_LINES
 from tests.support.http_server import Server, Start
 from tests.support.served_engines import LAST_LINES
@@ -59,8 +59,9 @@ class Viewer:
 
 
 @contextmanager
-def viewer(server: Server) -> Iterator[Viewer]:
-    with server.http.stream("GET", "/v1/state", params={"stream": "true"}) as response:
+def viewer(server: Server, http: httpx.Client | None = None) -> Iterator[Viewer]:
+    """A viewer. http: the client; by default that of the server."""
+    with (http or server.http).stream("GET", "/v1/state", params={"stream": "true"}) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         yield Viewer(response)
 
@@ -135,13 +136,25 @@ def test_the_stream_ends_with_an_event_when_the_server_drains(start: Start) -> N
 
 
 def test_the_number_of_viewers_is_bounded_and_a_place_is_free_again(studio: Server) -> None:
-    with ExitStack() as all_viewers:
-        opened = [all_viewers.enter_context(viewer(studio)) for _ in range(MAX_VIEWERS)]
-        for each in opened:
-            each.read()
-        refused = studio.http.get("/v1/state", params={"stream": "true"})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "too_many_viewers"
+    opened: list[Viewer] = []  # a viewer that is not kept closes its stream
+    with ExitStack() as open_things:
+
+        def refusal(client: httpx.Client) -> str:
+            """Take all places that are left for a client, and return the message of the refusal behind them."""
+            for _ in range(MAX_VIEWERS_PER_ADDRESS):
+                opened.append(open_things.enter_context(viewer(studio, client)))
+                opened[-1].read()
+            refused = client.get("/v1/state", params={"stream": "true"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
+            message: str = refused.json()["error"]["message"]
+            return message
+
+        for number in (2, 3):
+            transport = httpx.HTTPTransport(local_address=f"127.0.0.{number}")
+            client = open_things.enter_context(httpx.Client(base_url=studio.url, timeout=60, transport=transport))
+            who = f"{MAX_VIEWERS_PER_ADDRESS} viewers of this address" if number == 2 else f"{MAX_VIEWERS} viewers"
+            assert refusal(client) == f"{who} have this stream already, which is the limit"
+        assert studio.http.get("/v1/state", params={"stream": "true"}).status_code == 503
         assert studio.http.get("/v1/state").status_code == 200
     studio.wait(lambda: _is_streamed(studio), "a place for a viewer")
 
