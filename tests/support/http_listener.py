@@ -182,7 +182,7 @@ async def listening(drain_s: float = 0.1, tls: ssl.SSLContext | None = None) -> 
 
 def error_of(found: tuple[int, dict[str, str], bytes]) -> tuple[int, str]:
     status, headers, body = found
-    assert headers["connection"] == "close"
+    assert headers["connection"].endswith("close")
     assert headers["content-type"] == "application/json"
     [error] = json.loads(body).values()
     assert set(error) == {"message", "type", "param", "code"}

@@ -291,8 +291,8 @@ def _accept_token(exchange: Exchange) -> bytes:
     headers = dict(exchange.scope["headers"])
     if headers.get(b"sec-websocket-version") != _VERSION:
         message = "this server has version 13 of the WebSocket protocol"
-        versions = {"sec-websocket-version": _VERSION.decode()}
-        raise HTTPError(426, message, code="unsupported_websocket_version", headers=versions)
+        headers = {"upgrade": "websocket", "connection": "Upgrade, close", "sec-websocket-version": _VERSION.decode()}
+        raise HTTPError(426, message, code="unsupported_websocket_version", headers=headers)
     key = headers.get(b"sec-websocket-key", b"")
     if not _KEY.fullmatch(key):
         raise bad_request("the header Sec-WebSocket-Key is missing or is not 16 bytes in base64", code="invalid_http")

@@ -90,4 +90,5 @@ class Realtime:
 async def upgrade_required(request: Request) -> Response:
     """Answer a request that does not ask for a WebSocket."""
     message = f"{PATH} is a WebSocket: connect to it as ws://…{PATH}"
-    raise HTTPError(426, message, code="upgrade_required", headers={"upgrade": "websocket"})
+    headers = {"upgrade": "websocket", "connection": "Upgrade"}
+    raise HTTPError(426, message, code="upgrade_required", headers=headers)

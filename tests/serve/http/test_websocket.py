@@ -163,6 +163,12 @@ async def test_bad_handshakes(server: Server, sent: bytes, status: int, code: st
     assert not server.app.scopes
 
 
+async def test_a_handshake_of_another_version_is_told_which_one_there_is(server: Server) -> None:
+    _, headers, _ = await server.ask(head("/echo", version=8))
+    assert headers["sec-websocket-version"] == "13"
+    assert (headers["upgrade"], headers["connection"]) == ("websocket", "Upgrade, close")
+
+
 async def test_the_application_refuses(server: Server) -> None:
     assert (await server.ask(head("/denied")))[::2] == (429, b"not now")
     status, headers, body = await server.ask(head("/closed"))

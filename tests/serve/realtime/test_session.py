@@ -356,7 +356,9 @@ def test_sessions_are_refused_with_a_status(start: Start) -> None:
         assert status("?model=other") == 404
         assert status("?intent=transcription") == 400
         assert status("s") == 404
-        assert server.http.get("/v1/realtime").status_code == 426
+        plain = server.http.get("/v1/realtime")
+        assert plain.status_code == 426
+        assert (plain.headers["upgrade"], plain.headers["connection"]) == ("websocket", "Upgrade")
         browser: Any = {"subprotocols": ["realtime", "openai-insecure-api-key.sesame"], "origin": "https://x.example"}
         with session(server, **browser) as talk:
             assert talk.websocket.subprotocol == "realtime"
