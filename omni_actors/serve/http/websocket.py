@@ -2,7 +2,9 @@
 
 Rules
 1. One task reads frames, and one writes them. The application hands a whole message to the writer, so cancelling the
-   application never cuts a frame. Both wait for the application, so backpressure reaches the client.
+   application never cuts a frame. Both wait for the application, so backpressure reaches the client. The writer sends a
+   long message in fragments, because wsproto computes long for a long frame. There is a checkpoint after each fragment,
+   and no other frame between them.
 2. A message is refused when it exceeds ``max_message_bytes`` (close code 1009), not when it is complete. wsproto gets
    ``PARSED_BYTES`` at a time, so that no client can make it compute for more than a few milliseconds without a pause.
    There are no extensions: a compressed message could be larger than it looks.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -39,6 +42,8 @@ CLOSE_S = 2.0
 """The time that a client has to take what was sent before a close frame, and to answer it."""
 PING_S = 20.0
 PARSED_BYTES = 4096
+FRAGMENT = 1 << 16
+"""The characters or bytes of a fragment."""
 _VERSION = b"13"
 _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
@@ -248,12 +253,11 @@ class WebSocket:
         """Write what the application and the other tasks hand over, up to a close frame."""
         with suppress(ClientDisconnected, trio.ClosedResourceError):
             async for event in self._outgoing:
-                try:
-                    data = self._frames.send(event)
-                except LocalProtocolError:  # the client has closed meanwhile
-                    continue
-                self._is_writing = True
-                await self._socket.send(data)
+                with suppress(LocalProtocolError):  # the client has closed meanwhile
+                    for fragment in _fragments(event):
+                        data = self._frames.send(fragment)
+                        self._is_writing = True
+                        await self._socket.send(data)
                 self._is_writing = False
                 if isinstance(event, events.CloseConnection):
                     break
@@ -278,6 +282,16 @@ class WebSocket:
         self._ended.set()
         self._outgoing.close()
         self._messages.close()
+
+
+def _fragments(event: events.Event) -> Iterator[events.Event]:
+    """Yield a message in fragments, and any other event as it is."""
+    if not isinstance(event, events.Message) or len(event.data) <= FRAGMENT:
+        yield event
+        return
+    for at in range(0, len(event.data), FRAGMENT):
+        is_last = at + FRAGMENT >= len(event.data)
+        yield type(event)(event.data[at : at + FRAGMENT], message_finished=is_last)
 
 
 def _tokens(scope: Scope, name: bytes, *, lower: bool = True) -> list[str]:

@@ -27,7 +27,7 @@ from omni_actors.outputs import AudioChunk
 from omni_actors.serve.api.tools import FunctionCall as ChatFunctionCall
 from omni_actors.serve.api.tools import ToolCall, checked_arguments
 from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
-from omni_actors.serve.media.base64_data import to_base64
+from omni_actors.serve.media.base64_data import to_base64_json
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Item, Message, wire
 from omni_actors.turns import SpokenAnswer
@@ -140,11 +140,11 @@ class Entry:
     def recorded_bytes(self) -> int:
         return sum(len(recording.data) for recording in self.recordings.values())
 
-    def retrieved(self) -> dict[str, Any]:
+    async def retrieved(self) -> dict[str, Any]:
         """Return the item as it is sent to a client that retrieves it: with its recordings."""
         found = wire(self.item, with_audio=True)
-        for index, recording in self.recordings.items():
-            found["content"][index]["audio"] = to_base64(recording.data)
+        for index, recording in [*self.recordings.items()]:
+            found["content"][index]["audio"] = await to_base64_json(recording.data)
         return found
 
 

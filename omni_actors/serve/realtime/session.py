@@ -202,7 +202,7 @@ class Session:
                 self._conversation.delete(id)
                 self._outbox.post("conversation.item.deleted", item_id=id)
             case events.ItemRetrieve(item_id=id):
-                self._outbox.post("conversation.item.retrieved", item=self._conversation.find(id).retrieved())
+                self._outbox.post("conversation.item.retrieved", item=await self._conversation.find(id).retrieved())
             case events.ResponseCreate(response=asked):
                 for each in asked.input or () if asked is not None else ():
                     if not isinstance(each, ItemReference):

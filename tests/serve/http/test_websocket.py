@@ -51,6 +51,34 @@ async def test_a_fragmented_message_arrives_whole_and_control_frames_between_its
         assert await client.receive() == events.TextMessage("one message")
 
 
+def frames_of(data: bytes) -> list[tuple[int, bool, bytes]]:
+    """Return a server's frames: the opcode, whether the message ends there, and the payload."""
+    found = []
+    while data:
+        size, start = data[1], 2
+        if size >= 126:
+            start = 4 if size == 126 else 10
+            size = int.from_bytes(data[2:start], "big")
+        found.append((data[0] & 15, data[0] >= 128, data[start : start + size]))
+        data = data[start + size :]
+    return found
+
+
+@pytest.mark.parametrize("text", ["x" * 1_000_000, "\u00e9" * 500_000, "x" * websocket.FRAGMENT])
+async def test_a_long_message_is_sent_in_fragments_with_no_other_frame_between_them(server: Server, text: str) -> None:
+    async with connected(server, "/echo") as client:
+        await client.send(events.TextMessage(text))
+        data = bytearray(await client.stream.receive_some(1000))
+        await client.send(events.Ping(b"there?"))
+        while not data.endswith(b"there?"):
+            data += await client.stream.receive_some()
+    *parts, pong = frames_of(bytes(data))
+    assert pong == (10, True, b"there?")
+    assert [part[:2] for part in parts] == [(0 if at else 1, at == len(parts) - 1) for at in range(len(parts))]
+    assert b"".join(payload for _, _, payload in parts).decode() == text
+    assert max(len(payload.decode()) for _, _, payload in parts) == websocket.FRAGMENT
+
+
 @pytest.mark.parametrize("code", [1000, 4321])
 async def test_the_client_closes(server: Server, code: int) -> None:
     async with connected(server, "/echo") as client:

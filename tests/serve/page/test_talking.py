@@ -438,3 +438,22 @@ def test_a_session_with_a_refused_key_or_an_unknown_model_is_told(slow: Server) 
         page.click("#hands-free")
         page.wait(f"({error}) === 'the server does not accept the key'")
         assert page.evaluate(MODE) == "off"
+
+
+LONG = """new Promise((resolve, reject) => {
+  const socket = new WebSocket(`${location.origin.replace('http', 'ws')}/v1/realtime`, ['realtime']);
+  const text = 'é'.repeat(150_000) + 'x'.repeat(150_000);
+  const item = {type: 'message', role: 'user', content: [{type: 'input_text', text}]};
+  socket.onerror = socket.onclose = reject;
+  socket.onmessage = ({data}) => {
+    const event = JSON.parse(data);
+    if (event.type === 'session.created') socket.send(JSON.stringify({type: 'conversation.item.create', item}));
+    if (event.type === 'conversation.item.done') resolve(event.item.content[0].text === text);
+  };
+})"""
+
+
+def test_a_browser_takes_a_long_event_that_the_server_sends_in_fragments(studio: Server) -> None:
+    with open_page() as page:
+        page.open(studio.url)
+        assert page.evaluate(LONG) is True

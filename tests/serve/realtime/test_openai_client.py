@@ -7,12 +7,13 @@ import base64
 import json
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
 from omni_actors.serve.realtime.tools import MAX_TOOLS_BYTES
 from tests.support.http_server import NO_TLS, Server, Start
-from tests.support.realtime import session
+from tests.support.realtime import PCM_S, session
 
 # The client calls websockets in a way that its newest version deprecates.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
@@ -58,6 +59,26 @@ def test_the_client_for_asyncio_hears_and_speaks(studio: Server) -> None:
     sound, words = asyncio.run(talk())
     assert words == "0.5 s at 24000 Hz" * 3
     assert abs(len(sound) / 48000 - 1.5) < 0.01
+
+
+def test_a_long_recording_is_retrieved_as_it_was_sent(studio: Server) -> None:
+    """The server sends it in fragments."""
+    audio = base64.b64encode(np.random.default_rng(0).bytes(119 * PCM_S)).decode()
+    with studio.openai() as client:
+        options: Any = {"max_size": None}
+        with client.realtime.connect(model="studio", websocket_connection_options=options) as connection:
+            part: Any = {"type": "input_audio", "audio": audio}
+            connection.conversation.item.create(item={"type": "message", "role": "user", "content": [part]})
+            for event in connection:
+                assert event.type != "error", event
+                if event.type == "conversation.item.done":
+                    assert event.item.id is not None
+                    connection.conversation.item.retrieve(item_id=event.item.id)
+                elif event.type == "conversation.item.retrieved":
+                    assert event.item.type == "message"
+                    assert event.item.role == "user"
+                    assert event.item.content[0].audio == audio
+                    break
 
 
 CITY: Any = {
