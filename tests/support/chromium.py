@@ -32,7 +32,7 @@ SHOWN = """(async () => {
   await frame();
 })()"""
 """Until the page has shown every change of the conversation so far."""
-_KEY_CODES = {"Escape": 27, "Enter": 13, " ": 32}
+_KEY_CODES = {"Escape": 27, "Enter": 13, " ": 32, "Tab": 9}
 """The codes of the keys that do something by default. Without them, the browser does not do it."""
 _NAVIGATED = (
     "Inspected target navigated or closed",

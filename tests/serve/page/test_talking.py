@@ -186,6 +186,33 @@ def test_the_end_of_a_session_stops_the_answer_that_is_open(page: Page) -> None:
     assert page.evaluate("document.querySelectorAll('.message[data-state=open]').length") == 0
 
 
+END = "document.querySelector('#end')"
+
+
+def test_a_conversation_of_the_space_bar_can_be_ended_with_the_keyboard(page: Page) -> None:
+    assert page.evaluate(END) is None
+    speak(page)
+    page.wait("document.querySelector('.message.assistant')?.dataset.state === 'open'")
+    page.wait(END, timeout_s=5)
+    page.evaluate("document.querySelector('#hands-free').focus()")
+    page.key("Tab", "Tab")
+    assert page.evaluate("document.activeElement.innerText") == "End"
+    page.key(" ", "Space", " ")
+    page.wait(f"{OPEN_MICROPHONES} === 0", timeout_s=10)
+    page.wait("document.querySelector('.message.assistant').dataset.state === 'stopped'")
+    page.wait(f"{END} === null")
+    assert page.evaluate(MODE) == "off"
+    assert page.evaluate("seen.socket.readyState >= WebSocket.CLOSING")
+    assert page.evaluate("document.querySelector('.composer .error')") is None
+
+
+def test_hands_free_mode_has_no_end_button_of_its_own(page: Page) -> None:
+    page.key("h", "KeyH", "h")
+    page.wait(f"{MODE}.then((mode) => mode === 'hands-free')")
+    page.evaluate(SHOWN)
+    assert page.evaluate(END) is None
+
+
 TALK = "(await import('/page/js/conversation.js')).talk.value"
 """The conversation, in an async function."""
 

@@ -3,7 +3,7 @@
 import { ask, draw, talk } from "./conversation.js";
 import { useClock, useStore } from "./store.js";
 import { html, seconds, useEffect, useRef, useState } from "./view.js";
-import { hold, interrupt, release, toggleHandsFree, voice } from "./voice.js";
+import { end, hold, interrupt, release, toggleHandsFree, voice } from "./voice.js";
 import { Wave } from "./wave.js";
 import { Words } from "./words.js";
 
@@ -73,7 +73,9 @@ function Composer({ model, can, hasRealtime, isPlaying }) {
         <button type="button" id="hands-free" class=${listens ? "on" : ""} aria-pressed=${listens}
           onClick=${() => toggleHandsFree(model)} title="Hands-free (h)">
           ${mode === "connecting" ? "Connecting …" : isSpeaking ? "Hears you" : listens ? "Hands-free on" : "Hands-free"}
-        </button>` : null}
+        </button>
+        ${mode === "push" ? html`<button type="button" id="end" onClick=${end}
+          title="End the spoken conversation, and close the microphone">End</button>` : null}` : null}
       ${can.speaks && can.chats ? html`<label class="check"><input type="checkbox" checked=${spoken}
         onChange=${(event) => talk.update({ spoken: event.target.checked })} /> Speak answers</label>` : null}
       ${can.draws && can.chats ? html`<label class="check"><input type="checkbox" checked=${draws}

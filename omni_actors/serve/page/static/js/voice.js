@@ -266,6 +266,11 @@ async function start(model, mode) {
   voice.update({ hasMicrophone: true });
 }
 
+// Ends the spoken conversation, and closes the microphone.
+export function end() {
+  close(null);
+}
+
 // Turns hands-free on or off. A push-to-talk session goes on as a hands-free one: it knows the conversation.
 export function toggleHandsFree(model) {
   if (goal === "hands-free") close(null);
