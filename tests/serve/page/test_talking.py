@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.chromium import EXECUTABLE, SHOWN, Page, open_page
 from tests.support.http_server import Server, Start
+from tests.support.served_engines import WORDLESS
 
 pytestmark = [
     pytest.mark.slow,
@@ -222,6 +223,21 @@ def speak(page: Page) -> None:
     page.press(".mic")
     page.wait(f"{BUTTON}.match(/ [1-9]/)")
     page.release(".mic")
+
+
+def test_a_turn_without_words_is_shown_as_one_and_not_brought_along(start: Start) -> None:
+    with start("-s", f"stages.ear.defaults.initial_prompt={WORDLESS}") as server, open_page() as page:
+        page.open(server.url)
+        page.wait("document.querySelector('.mic')")
+        speak(page)
+        page.wait("document.querySelector('.message.user .minor')?.innerText === '(no words)'", timeout_s=15)
+        page.wait("document.querySelector('.message.user').dataset.state === 'done'")
+        page.click("#end")
+        enter(page, "next")
+        [question] = page.evaluate(f"(async () => {TALK}.lastCall.body.messages)()")[-1:]
+        assert question == {"role": "user", "content": "next"}
+        assert page.evaluate("document.querySelectorAll('.message.user .minor').length") == 1
+        assert page.errors == []
 
 
 def enter(page: Page, text: str) -> None:

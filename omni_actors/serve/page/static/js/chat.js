@@ -11,13 +11,15 @@ const PICTURE_BYTES = 8 * 1024 * 1024;
 const NEAR_END = 40; // pixels from the end of the messages within which the list follows the answer
 
 function Message({ message }) {
-  const { role, state, error, pictures, isPreview, firstSound } = message;
-  const note = state === "open" && role === "assistant" && !message.text && !pictures.length;
+  const { role, state, text, error, pictures, isPreview, firstSound, isSpoken } = message;
+  const note = state === "open" && role === "assistant" && !text && !pictures.length;
+  const isWordless = role === "user" && isSpoken && state === "done" && !text.trim(); // a cough, for example
   return html`<li class=${`message ${role}`} data-state=${state}>
     <span class="role">${role === "user" ? "you" : "answer"}</span>
     <div class="said">
       ${note ? html`<span class="thinking" aria-label="the answer is being made"><i></i><i></i><i></i></span>` : null}
       <${Words} message=${message} />
+      ${isWordless ? html`<span class="minor">(no words)</span>` : null}
       ${pictures.map((url) => html`<img class=${isPreview && state === "open" ? "preview" : ""} src=${url}
         alt=${role === "user" ? "your picture" : "the picture of the answer"} />`)}
       ${error ? html`<p class="error" role="alert">${error}</p>` : null}
