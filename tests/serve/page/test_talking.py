@@ -187,6 +187,20 @@ def test_the_end_of_a_session_stops_the_answer_that_is_open(page: Page) -> None:
     assert page.evaluate("document.querySelectorAll('.message[data-state=open]').length") == 0
 
 
+@pytest.mark.parametrize("width", [1000, 1400, 390])
+def test_the_button_is_held_while_its_label_moves_it(page: Page, width: int) -> None:
+    """With the label that waits for the microphone, the buttons may need a second row."""
+    asks(page)
+    page.resize(width, 760, phone=width < 500)
+    page.press(".mic")
+    page.wait("seen.prompts.length === 1")
+    page.evaluate(SHOWN)
+    answer(page, allows=True)
+    page.wait(f"{BUTTON}.match(/ [1-9]/)", timeout_s=15)
+    page.release(".mic")
+    wait_sent(page, "response.create")
+
+
 END = "document.querySelector('#end')"
 
 

@@ -59,6 +59,10 @@ function Composer({ model, can, hasRealtime, isPlaying }) {
   const onKey = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
   };
+  const press = ({ currentTarget: button, pointerId }) => {
+    button.setPointerCapture(pointerId); // the button moves when its label becomes longer
+    hold(model);
+  };
   const listens = mode === "hands-free" || mode === "connecting";
   const talks = hasRealtime && can.hears;
   const prompt = isDrawing ? "Describe a picture" : "Ask something";
@@ -69,7 +73,7 @@ function Composer({ model, can, hasRealtime, isPlaying }) {
       onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey}></textarea>
     <div class="tools">
       ${talks ? html`<button type="button" class=${`mic ${isHeld ? "on" : ""}`} aria-pressed=${isHeld} disabled=${mode === "hands-free"}
-          onPointerDown=${() => hold(model)} onPointerUp=${release} onPointerLeave=${release} onPointerCancel=${release}
+          onPointerDown=${press} onPointerUp=${release} onPointerCancel=${release}
           title="Hold to talk (hold space)">${!isHeld ? "Hold to talk"
             : hasMicrophone ? `Listening … ${sentS.toFixed(1)} s` : "Wait for the microphone …"}</button>
         <button type="button" id="hands-free" class=${listens ? "on" : ""} aria-pressed=${listens}
