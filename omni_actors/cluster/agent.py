@@ -37,6 +37,7 @@ import trio
 
 from omni_actors.cluster import control
 from omni_actors.cluster.agent_rings import AgentRings
+from omni_actors.cluster.backlog import BacklogReports
 from omni_actors.cluster.channel import Tls
 from omni_actors.cluster.connection import Connection, ConnectionLost
 from omni_actors.cluster.joining import JOIN_S, AgentFailed, join
@@ -47,7 +48,7 @@ from omni_actors.cluster.transfers import NixlUnavailable, Transfers, Transport
 from omni_actors.config.devices import VISIBLE, NoSuchDevice, at_places
 from omni_actors.platform.kill_timer import KillTimer, now
 from omni_actors.protocol import messages
-from omni_actors.protocol.mailbox import MailboxFull
+from omni_actors.protocol.mailbox import Mailbox, MailboxFull
 from omni_actors.protocol.packets import close_all
 from omni_actors.supervisor.process import LocalSpawner, SpawnFailed, Worker
 from ringbuf import RingStatistics
@@ -117,6 +118,8 @@ class _Agent:
         self._lease = HeldLease(settings.lease_s)
         self._spawner = LocalSpawner()
         self._workers: dict[int, Worker] = {}
+        self._backlogs: dict[int, BacklogReports] = {}
+        """By worker."""
         self._checkpoints: dict[int, int] = {}
         """The descriptor of each memory of checkpoints, by number."""
         self._numbers = itertools.count(1)
@@ -213,10 +216,23 @@ class _Agent:
                 elif order.memory in self._checkpoints:
                     fds = (self._checkpoints[order.memory],)
                 worker.mailbox.post(message, fds, wakes=order.wakes)
+                self._backlogs[order.worker].on_delivered()
         except MailboxFull as error:
             self._connection.post(control.Unusable(order.worker, str(error)))
         except OSError as error:
             self._connection.post(control.Unusable(order.worker, f"its rings cannot be made: {error}"))
+
+    def _backlog_of(self, order: control.Spawn, worker: Worker) -> BacklogReports:
+        """Report from now on what a worker's mailbox takes."""
+        mailbox, post = worker.mailbox, self._connection.post
+        assert isinstance(mailbox, Mailbox)
+        backlog = BacklogReports(
+            order.mailbox_capacity,
+            waiting=lambda: mailbox.waiting,
+            report=lambda count: post(control.Taken(order.worker, count)),
+        )
+        mailbox.on_taken = backlog.on_taken
+        return backlog
 
     async def _run_worker(self, order: control.Spawn, task_status: trio.TaskStatus[None]) -> None:
         """Run a worker until nothing of it is left, and report what becomes of it."""
@@ -225,6 +241,7 @@ class _Agent:
             environment = _with_own_devices(order.environment)
             async with self._spawner.spawn(order.address, order.mailbox_capacity, environment=environment) as worker:
                 self._workers[number] = worker
+                self._backlogs[number] = self._backlog_of(order, worker)
                 post(control.Spawned(number, worker.pid))
                 task_status.started()
                 await self._forward(number, worker)
@@ -240,6 +257,7 @@ class _Agent:
             post(control.Dead(number))
         finally:
             self._workers.pop(number, None)
+            self._backlogs.pop(number, None)
 
     async def _forward(self, number: int, worker: Worker) -> None:
         """Send to the parent what a worker sends, until the worker ends or sends what cannot be read."""

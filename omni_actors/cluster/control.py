@@ -107,6 +107,13 @@ class Unusable(_Message, frozen=True):
     reason: str
 
 
+class Taken(_Message, frozen=True):
+    """The worker's mailbox has taken so many messages since its start (``backlog``)."""
+
+    worker: int
+    count: int
+
+
 class Ending(_Message, frozen=True):
     """The worker sends no more: all its packets came before. This is how it ended."""
 
@@ -214,6 +221,7 @@ FromAgent: TypeAlias = (
     | FromWorker
     | CheckpointKept
     | Unusable
+    | Taken
     | Ending
     | Dead
     | LogLine

@@ -38,7 +38,9 @@ from ringbuf import RingStatistics
 BEHIND: Final = 4
 """How many of the last measurements of a node's clock are kept. The one with the least delay counts."""
 WORKER_LOGGERS = "omni_actors.worker."
-WorkerNews: TypeAlias = control.Spawned | control.NotSpawned | control.Unusable | control.Ending | control.Dead
+WorkerNews: TypeAlias = (
+    control.Spawned | control.NotSpawned | control.Unusable | control.Taken | control.Ending | control.Dead
+)
 AgentNews: TypeAlias = control.Hello | control.Renew | control.Statistics | control.LinkLost | control.LogLine
 
 
@@ -84,12 +86,10 @@ class RemoteAgent:
         self._ran = False
         """Whether it has had a connection."""
 
-    def post(self, message: control.ToAgent) -> int:
-        """Send a message, in order; it is dropped if the agent is lost. Return how many were posted so far."""
-        if self._connection is None:
-            return 0
-        self._connection.post(message)
-        return self._connection.posted
+    def post(self, message: control.ToAgent) -> None:
+        """Send a message, in order; it is dropped if the agent is lost."""
+        if self._connection is not None:
+            self._connection.post(message)
 
     def statistics(self, generation: int) -> RingStatistics | None:
         """Return the counters of a ring of the agent, as it has reported them last; None before that."""
@@ -120,7 +120,6 @@ class RemoteAgent:
             number,
             mailbox_capacity,
             post=self.post,
-            sent=self._sent,
             memory_of=self._checkpoints.memory_of,
             behind=lambda: min(self._behind, default=0.0),
         )
@@ -148,9 +147,6 @@ class RemoteAgent:
 
     def _kill(self, number: int) -> None:
         self.post(control.Kill(number))
-
-    def _sent(self) -> int:
-        return 0 if self._connection is None else self._connection.sent
 
     async def run(self, connection: Connection[control.FromAgent]) -> None:
         """Serve the agent's connection until it is lost, and wait until no worker runs. Cancelling gives it up."""
@@ -289,6 +285,8 @@ def _tell(worker: RemoteWorker, message: WorkerNews) -> None:
             worker.on_not_spawned(SpawnFailed(error))
         case control.Unusable(_, reason):
             worker.mailbox.fail(reason)
+        case control.Taken(_, count):
+            worker.mailbox.backlog.on_taken(count)
         case control.Ending(_, exit):
             worker.on_ending(exit)
         case control.Dead():

@@ -4,19 +4,20 @@ Rules
 1. The agent of the node has the worker and its control socket. What the supervisor posts travels to the agent, and what
    the worker sends comes back, in order.
 2. ``fail`` asks the supervisor to kill the worker for a reason, by the way that an undecodable packet takes.
-3. The worker of a lost node counts as alive until no worker can run there any more. Only then do ``wait_ending`` and
+3. Messages that its mailbox on the node has not taken count as waiting, as on one machine (``backlog``).
+4. The worker of a lost node counts as alive until no worker can run there any more. Only then do ``wait_ending`` and
    ``wait_dead`` return (``lease``), so that no successor runs beside it.
 """
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 import trio
 
+from omni_actors.cluster.backlog import Backlog
 from omni_actors.cluster.control import ToAgent, ToWorker
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
@@ -32,10 +33,9 @@ renewals of its lease included."""
 class RemoteMailbox:
     """The supervisor's end of the control connection of a worker on another node. See ``protocol.mailbox.Mailbox``.
 
-    number: the worker's. post: sends a message to the agent and returns how many were posted so far. sent: returns how
-    many of these have been sent. memory_of: returns which memory of the agent's a descriptor stands for, if any
-    (``remote_checkpoints``). behind: returns how far the node's CLOCK_MONOTONIC is behind the parent's, in seconds.
-    capacity: how many messages may wait in each direction.
+    number: the worker's. post: sends a message to the agent. memory_of: returns which memory of the agent's a
+    descriptor stands for, if any (``remote_checkpoints``). behind: returns how far the node's CLOCK_MONOTONIC is behind
+    the parent's, in seconds. capacity: how many messages may wait in each direction.
     """
 
     def __init__(
@@ -43,33 +43,35 @@ class RemoteMailbox:
         number: int,
         capacity: int,
         *,
-        post: Callable[[ToAgent], int],
-        sent: Callable[[], int],
+        post: Callable[[ToAgent], None],
         memory_of: Callable[[int], int | None] = lambda fd: None,
         behind: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._number, self._capacity = number, capacity
-        self._post, self._sent, self._memory_of, self._behind = post, sent, memory_of, behind
+        self._post, self._memory_of, self._behind = post, memory_of, behind
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
-        self._posted: collections.deque[int] = collections.deque()
-        """The numbers, on the control connection, of messages that are not sent yet."""
+        self.backlog = Backlog(capacity)
         self.fault: str | None = None
 
     @property
     def congested(self) -> bool:
-        """Whether half of the capacity waits to be sent to the agent."""
-        return 2 * self._waiting() >= self._capacity
+        """As ``Mailbox.congested``."""
+        return self.backlog.congested
 
     def post(self, message: messages.ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
-        """Queue a message, in order. Descriptors stay here: the agent has those of its own rings and checkpoints.
+        """Queue a message, in order. It is dropped if the worker is to be killed for a fault, such as a lost node.
 
+        Descriptors stay here: the agent has those of its own rings and checkpoints.
         Raises MailboxFull, ValueError (the message is too large or cannot be encoded).
         """
-        if self._waiting() >= self._capacity:
+        if self.fault is not None:
+            return
+        if self.backlog.full:
             raise MailboxFull(self._capacity)
         packet = messages.pack([messages.encode(message)])
         memory = self._memory_of(fds[0]) if fds and isinstance(message, messages.CheckpointMemory) else None
-        self._posted.append(self._post(ToWorker(self._number, packet, wakes, memory)))
+        self._post(ToWorker(self._number, packet, wakes, memory))
+        self.backlog.on_posted()
 
     def unread(self) -> Iterator[Envelope]:
         """Yield the messages that a dead worker has sent and that were not received from ``incoming``."""
@@ -113,12 +115,6 @@ class RemoteMailbox:
         if self.fault is None:
             self.fault = reason
             self._in_send.close()
-
-    def _waiting(self) -> int:
-        sent = self._sent()
-        while self._posted and self._posted[0] <= sent:
-            self._posted.popleft()
-        return len(self._posted)
 
 
 class RemoteWorker(Worker):

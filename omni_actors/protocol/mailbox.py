@@ -20,7 +20,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from itertools import chain
 from typing import TypeVar
@@ -53,8 +53,10 @@ class Mailbox:
     def __init__(self, sock: socket.socket, capacity: int, bell: int | None) -> None:
         self._sock, self._capacity, self._bell = sock, capacity, bell
         self._out_send, self._out_receive = trio.open_memory_channel[Encoded](capacity)
-        self._waiting = 0
+        self.waiting = 0
         """How many messages were posted and not yet taken by the writer."""
+        self.on_taken: Callable[[], None] = lambda: None
+        """Called when the writer has taken a message."""
         self._writing = False
         """Whether the writer has taken messages and not written them yet."""
         self._wakes = False
@@ -70,7 +72,7 @@ class Mailbox:
     @property
     def congested(self) -> bool:
         """Whether half of the capacity is used: the peer has stopped reading, or reads too slowly."""
-        return 2 * self._waiting >= self._capacity
+        return 2 * self.waiting >= self._capacity
 
     def post(self, message: messages.ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
         """Queue a message, in order. If the peer is gone, the message is dropped.
@@ -81,7 +83,7 @@ class Mailbox:
         if self._peer_gone:
             return
         packet = messages.encode(message)
-        if not wakes and not self._waiting and not self._writing and self._write_now(packet):
+        if not wakes and not self.waiting and not self._writing and self._write_now(packet):
             return
         owned = _duplicates(fds) if fds else ()
         try:
@@ -89,7 +91,7 @@ class Mailbox:
         except trio.WouldBlock:
             close_all(owned)
             raise MailboxFull(self._capacity) from None
-        self._waiting += 1
+        self.waiting += 1
         self._wakes |= wakes
 
     def _write_now(self, packet: bytes) -> bool:
@@ -153,7 +155,8 @@ class Mailbox:
     def _queued(self, first: Encoded) -> Iterator[Encoded]:
         """Yield what is queued now. Messages no longer count as waiting once they are taken from here."""
         for posted in chain([first], available(self._out_receive)):
-            self._waiting -= 1
+            self.waiting -= 1
+            self.on_taken()
             yield posted
 
     async def _write_packet(self, packet: bytes, fds: tuple[int, ...]) -> None:

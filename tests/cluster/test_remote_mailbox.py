@@ -13,7 +13,7 @@ SENT = [messages.Loading(f"part {n}") for n in range(3 * CAPACITY)]
 
 
 def mailbox() -> RemoteMailbox:
-    return RemoteMailbox(1, CAPACITY, post=lambda message: 0, sent=lambda: 0)
+    return RemoteMailbox(1, CAPACITY, post=lambda message: None)
 
 
 def packet() -> bytes:

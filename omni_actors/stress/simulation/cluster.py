@@ -122,7 +122,7 @@ class SimulatedCluster:
         self.living[address], self.node_of[address] = process, node
         self.workers.append(process)
         try:
-            async with self._connected(process, node) as worker:
+            async with self._connected(process, mailbox_capacity, node) as worker:
                 self._views[address] = worker
                 try:
                     yield worker
@@ -134,7 +134,9 @@ class SimulatedCluster:
             del self.living[address], self.node_of[address], self._views[address]
 
     @asynccontextmanager
-    async def _connected(self, process: SimulatedWorker, node: str) -> AsyncIterator[SimulatedWorker | RemoteWorker]:
+    async def _connected(
+        self, process: SimulatedWorker, capacity: int, node: str
+    ) -> AsyncIterator[SimulatedWorker | RemoteWorker]:
         """Start a process on a node. Leaving the block frees what it has."""
         if node == self.parent:
             process.on_start = self.on_start
@@ -147,7 +149,7 @@ class SimulatedCluster:
         agent = self.agents[node]
         if any(cut.touches(node) for cut in self.network.cuts):
             self._explain(process.pid)
-        worker = RemoteWorker(process, agent, self.on_start)
+        worker = RemoteWorker(process, capacity, agent, self.on_start)
         agent.workers.append(worker)
         agent.engage()
         agent.to_agent(partial(agent.start, process))
@@ -158,6 +160,11 @@ class SimulatedCluster:
             if process not in self._started:
                 process.kill()
                 process.free()
+
+    @property
+    def congested(self) -> set[str]:
+        """The stages with a worker that is congested, as far as the parent knows."""
+        return {address.stage for address, worker in self._views.items() if worker.congested}
 
     def release(self, address: Address) -> None:
         self.placements.release(address)

@@ -2,7 +2,8 @@
 
 Rules
 1. Descriptors do not travel. The agent gives a worker those of its node's rings; checkpoints are not kept.
-2. A worker of a lost node is over when its node is fenced: when it cannot run any more.
+2. The parent learns of what a worker has read as the real one does (``cluster.backlog``), and as late.
+3. A worker of a lost node is over when its node is fenced: when it cannot run any more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import trio
 
+from omni_actors.cluster.backlog import Backlog, BacklogReports
 from omni_actors.errors import WorkerExit
 from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import MailboxFull, available
@@ -40,11 +42,18 @@ class Connection(Protocol):
 class RemoteWorker(Worker):
     """The parent's side of ``process``, and its mailbox."""
 
-    def __init__(self, process: SimulatedWorker, connection: Connection, on_start: OnStart) -> None:
+    def __init__(self, process: SimulatedWorker, capacity: int, connection: Connection, on_start: OnStart) -> None:
         super().__init__(process.pid, self)
         self.process, self._connection, self._on_start = process, connection, on_start
         self._received, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self.fault: str | None = None
+        self._backlog = Backlog(capacity)
+        self._reports = BacklogReports(
+            capacity,
+            waiting=lambda: process.waiting,
+            report=lambda count: connection.to_parent(lambda: self._backlog.on_taken(count)),
+        )
+        process.on_taken = self._reports.on_taken
         process.report_to(_Relay(self, connection))
 
     # the mailbox
@@ -52,7 +61,7 @@ class RemoteWorker(Worker):
     @property
     def congested(self) -> bool:
         """As ``Mailbox.congested``."""
-        return self.process.congested
+        return self._backlog.congested
 
     def post(self, message: messages.ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
         """As ``Mailbox.post``."""
@@ -62,15 +71,15 @@ class RemoteWorker(Worker):
             self._on_start(self.process.address, message)
         if isinstance(message, messages.CheckpointMemory):
             return  # rule 1
-        if self.process.is_full:
-            raise MailboxFull(self.process.waiting)
-        self.process.in_transit += 1
+        if self._backlog.full:
+            raise MailboxFull(self._backlog.capacity)
+        self._backlog.on_posted()
         self._connection.to_agent(lambda: self._deliver(message, wakes=wakes))
 
     def _deliver(self, message: messages.ControlMessage, *, wakes: bool) -> None:
-        self.process.in_transit -= 1
         fds = self._connection.descriptors(message.generation) if isinstance(message, messages.Connect) else ()
         self.process.post(message, fds, wakes=wakes)
+        self._reports.on_delivered()
         close_all(fds)
 
     def unread(self) -> Iterator[Envelope]:

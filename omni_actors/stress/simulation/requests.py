@@ -127,7 +127,7 @@ class SimulatedClient(Client[SimulatedRequest]):
             submitted=trio.current_time(),
             relays="pace_s" in more or number % 2 == 0,
             system_was_full=self.omni.in_flight >= self._workload.pipeline.limits.max_requests,
-            congested={worker.address.stage for worker in self._spawner.living.values() if worker.congested},
+            congested=self._spawner.congested,
             **more,
         )
         self._journal.note(f"{request.name} is submitted: {what}, {template.name}, {request.on_failure}, {more}")

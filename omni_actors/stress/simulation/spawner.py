@@ -62,6 +62,11 @@ class SimulatedSpawner:
             del self.living[address]
             worker.free()
 
+    @property
+    def congested(self) -> set[str]:
+        """The stages with a congested worker."""
+        return {address.stage for address, worker in self.living.items() if worker.congested}
+
     def release(self, address: Address) -> None:
         """Do nothing: there is one machine."""
 

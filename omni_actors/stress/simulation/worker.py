@@ -89,8 +89,8 @@ class SimulatedWorker(Worker):
         self._reports, self.incoming = trio.open_memory_channel[Envelope](math.inf)
         self._capacity = mailbox_capacity
         self._freed = False
-        self.in_transit = 0
-        """Messages that were posted and have not reached its node yet."""
+        self.on_taken: Callable[[], None] = lambda: None
+        """Called when it has read a message."""
         self._scope = trio.CancelScope(shield=True)
         self._continued = trio.lowlevel.ParkingLot()
         self._bells = select.epoll()
@@ -131,13 +131,8 @@ class SimulatedWorker(Worker):
 
     @property
     def waiting(self) -> int:
-        """How many messages were posted that it has not read."""
-        return self.in_transit + self._inbox_send.statistics().current_buffer_used
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no further message may be posted to it."""
-        return self.waiting >= self._capacity
+        """How many messages have reached its node that it has not read."""
+        return self._inbox_send.statistics().current_buffer_used
 
     def post(self, message: messages.ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
         """As ``Mailbox.post``."""
@@ -231,6 +226,7 @@ class SimulatedWorker(Worker):
 
     async def _next(self) -> tuple[messages.ControlMessage, tuple[int, ...], bool]:
         packet, fds, wakes = await self._inbox.receive()
+        self.on_taken()
         while self.frozen:
             await self._continued.park()
         (message,) = messages.unpack(messages.pack([packet]))
