@@ -135,17 +135,20 @@ class RayAgents:
         return AgentEnd(ended.certain, ended.why)
 
     async def connect(self) -> None:
-        """Start a helper unless one runs. Raises RayUnavailable: it cannot be connected with Ray."""
+        """Start a helper unless one runs. Raises RayUnavailable: it cannot be started, or connected with Ray."""
         async with self._starting:
             if self._process is not None:
                 return
-            process = await trio.lowlevel.open_process(
-                [sys.executable, "-m", "omni_actors.cluster.ray_helper", self._address],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-                env=os.environ | (_secret_of_local_ray() if self._address == LOCAL else {}),
-            )
+            try:
+                process = await trio.lowlevel.open_process(
+                    [sys.executable, "-m", "omni_actors.cluster.ray_helper", self._address],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                    env=os.environ | (_secret_of_local_ray() if self._address == LOCAL else {}),
+                )
+            except (OSError, RuntimeError) as error:  # no descriptors or memory; no thread, in which trio starts it
+                raise RayUnavailable(self._address, f"its helper cannot be started: {error}") from error
             with trio.move_on_after(HELPER_S):
                 first = await self._nursery.start(self._follow, process)
                 if isinstance(first, Started):

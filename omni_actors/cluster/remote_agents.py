@@ -158,7 +158,7 @@ class RemoteAgents:
                 import_path=tuple(map(os.path.abspath, sys.path)),
             )
             end = await self._starter.run(agent.node, settings)
-        except OSError as error:  # such as no descriptors; the next agent may have some
+        except (OSError, RuntimeError) as error:  # such as no descriptors, or no thread; the next agent may have them
             agent.give_up(f"its agent cannot be started: {error}")
             return
         if end.certain:

@@ -148,6 +148,30 @@ async def test_a_helper_that_has_ended_is_replaced_so_that_later_nodes_are_seen(
             assert [node.name for node in ray.nodes] == ["a", "later"]
 
 
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+async def test_a_helper_that_cannot_be_started_for_now_is_tried_again(
+    helper: ScriptedHelper, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(ray_nodes, "RECONNECT_S", 0.01)
+    tries = []
+
+    async def fails(*command: object, **options: object) -> None:
+        tries.append(command)
+        raise error
+
+    helper.write(say(Started([NODE])), "read end")
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
+            with monkeypatch.context() as patched:
+                patched.setattr("trio.lowlevel.open_process", fails)
+                os.kill(helper.pids[0], signal.SIGKILL)
+                await until(lambda: len(tries) > 1)
+                end = await ray.run("a", settings(1))
+                assert not end.certain
+                assert end.why.endswith(f"its helper cannot be started: {error}")
+            await until(lambda: len(helper.pids) == 2)
+
+
 @pytest.mark.parametrize("freed", [True, False])
 async def test_opening_waits_for_devices_that_another_system_holds_and_no_longer_than_it_may(
     helper: ScriptedHelper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, freed: bool

@@ -70,28 +70,35 @@ def test_a_system_of_another_thread_is_closed_before_its_agents() -> None:
     assert [list(each) for each in histories] == [[], []]
 
 
-class NoDescriptors(SubprocessAgents):
+class FailsOnce(SubprocessAgents):
     """The first successor of an agent cannot be started."""
 
-    starts = 0
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.starts, self._error = 0, error
 
     async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
         self.starts += 1
         if self.starts == 2:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise self._error
         return await super().run(node, settings)
 
 
-async def test_an_agent_that_cannot_be_started_for_now_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), RuntimeError("can't start new thread")]
+)
+async def test_an_agent_that_cannot_be_started_for_now_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     monkeypatch.setattr(remote_agents, "RESTART_S", (0.01, 0.01))
-    agents = NoDescriptors()
+    agents = FailsOnce(error)
     async with open_cluster(named("a"), agents, FixedPlaces({})) as cluster:
         first = cluster.agents["a"]
         os.kill(agents.pids["a"], signal.SIGKILL)
         await until(lambda: cluster.agents["a"].number == first.number + 1)
         second = cluster.agents["a"]
         await until(lambda: cluster.agents["a"].number > second.number and cluster.nodes()["a"].state == "alive")
-        assert second.lost == "its agent cannot be started: [Errno 24] Too many open files"
+        assert second.lost == f"its agent cannot be started: {error}"
 
 
 async def test_a_node_has_places_from_the_moment_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
