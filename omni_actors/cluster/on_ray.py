@@ -60,6 +60,7 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
         places = Placements(pipeline, nodes)
         places.plan()
         reserved = {node.name: _resources(pipeline, node, _workers_on(pipeline, places, node)) for node in nodes}
+        kinds = {node.name: (node.labels, node.gpus) for node in ray.nodes}
         ray.resources = reserved.__getitem__
         tls = make_credentials() if settings.tls else None
 
@@ -78,29 +79,39 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
             transport=settings.transport,
             replan=replan,
         ) as spawner:
-            kinds = {node.name: (node.labels, node.gpus) for node in ray.nodes}
+
+            def take(found: RayNode, node: Node) -> None:
+                """Take a node as it is now, with what its next agent reserves for the workers that wait."""
+                waiting = [each for each in first_workers(pipeline) if places.of(each) is None]
+                here = [each for each in waiting if _may_have(pipeline, node, each.stage)]
+                kinds[node.name] = (found.labels, found.gpus)
+                reserved[node.name] = _resources(pipeline, node, here)
+
+            def resources(name: str) -> Resources:
+                """Return what the agent reserves that is started now, on a node that may have come back as another."""
+                found = next(node for node in ray.nodes if node.name == name)
+                if kinds[name] != (found.labels, found.gpus):
+                    take(found, node := _node(pipeline, found))
+                    spawner.change(node)
+                return reserved[name]
 
             def on_found(gone: Collection[str]) -> None:
                 for name in gone:
                     if spawner.remove(name):
                         ray.forget(name)
                 states = spawner.nodes()
-                waiting = [each for each in first_workers(pipeline) if places.of(each) is None]
                 for found in ray.nodes:
-                    state, kind = states.get(found.name), (found.labels, found.gpus)
-                    is_same = state is not None and kinds[found.name] == kind
-                    held = reserved[found.name][1] if is_same else 0.0
-                    node = _node(pipeline, found, held)
-                    here = [each for each in waiting if _may_have(pipeline, node, each.stage)]
-                    if state is None or (not is_same and spawner.remove(found.name)):
-                        kinds[found.name] = kind  # a node that came back with other labels or devices is a new one
-                        reserved[node.name] = _resources(pipeline, node, here)
+                    if (state := states.get(found.name)) is None:
+                        take(found, node := _node(pipeline, found))
                         spawner.add(node)
-                    elif is_same and state.agent_pid and node.gpus > held and places.would_help(node):
-                        reserved[node.name] = _resources(pipeline, node, here)
-                        spawner.renew(node)
+                    elif state.agent_pid and kinds[found.name] == (found.labels, found.gpus):
+                        held = reserved[found.name][1]
+                        node = _node(pipeline, found, held)
+                        if node.gpus > held and places.would_help(node):
+                            take(found, node)
+                            spawner.renew(node)
 
-            ray.on_found = on_found
+            ray.resources, ray.on_found = resources, on_found
             yield spawner
 
 

@@ -297,9 +297,13 @@ class ClusterSpawner:
         self._places.forget(name)
         return True
 
+    def change(self, node: Node) -> None:
+        """Use a node as it is now, once its next agent has a lease: it has other labels or devices."""
+        self._nodes[node.name] = node
+
     def renew(self, node: Node) -> None:
         """Start the agent of a node again, because the node has more devices now. No worker has its place there."""
-        self._nodes[node.name] = node
+        self.change(node)
         self.agents[node.name].give_up("it starts again, because more devices are free")
 
     async def wait_up(self, replan: Callable[[], None] | None) -> None:

@@ -246,6 +246,21 @@ async def test_a_node_that_comes_back_has_the_labels_that_it_has_then() -> None:
             assert [each.node for each in omni.health().stages["first"]] == ["n2"]
 
 
+async def test_a_node_that_comes_back_before_it_is_fenced_has_the_labels_that_it_has_then() -> None:
+    placed = {"cluster": {"nodes": {"first": "role=compute"}, "lease_s": 20.0}}
+    with ray_cluster("n1") as cluster, trio.fail_after(2 * WATCHDOG_S):
+        async with OmniSystem.open("echo", cluster=cluster.address, overrides=placed) as omni:
+            os.kill(cluster.raylets["n1"], signal.SIGKILL)
+            await trio.to_thread.run_sync(cluster.add, "n1", "other")
+            await until(lambda: omni.health().nodes["n1"].state == "lost")
+            await until(lambda: omni.health().nodes["n1"].state == "alive")
+            assert "role=compute" in omni.health().stages["first"][0].note
+            await trio.to_thread.run_sync(cluster.add, "n2")
+            outputs = [output async for output in omni.generate("hello")]
+            assert outputs[0].delta == "hello"
+            assert [each.node for each in omni.health().stages["first"]] == ["n2"]
+
+
 async def test_a_system_goes_on_without_the_head(mortal_cluster: RayCluster) -> None:
     """Rays' nodes wait for their head for a minute. Until they end, all is as before, also for new requests."""
     async with open_on_ray(mortal_cluster) as on:
