@@ -16,7 +16,7 @@ from omni_actors.config import Pipeline
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address
 
-NODES_EXAMPLE = "a list of nodes, such as: [{name: here, cpus: 8}, {name: g1, labels: [gpu], cpus: 32, gpus: 2}]"
+NODES_EXAMPLE = "a list of nodes, such as: [{name: here, cpus: 8}, {name: g1, labels: [role=gpu], cpus: 32, gpus: 2}]"
 
 
 def read_nodes(path: Path) -> list[Node]:

@@ -63,7 +63,7 @@ def explain(config: str, show_all: bool, as_json: bool, nodes_file: Path | None,
     weights and of the full key-value cache, as the checkpoint's files state it; bytes in JSON. What this machine lacks
     to run the pipeline is reported on standard error, with exit code 2.
 
-    NODES lists the nodes of a cluster, the parent's first: [{name: here, cpus: 8}, {name: g1, labels: [gpu], gpus: 2}].
+    NODES lists the nodes of a cluster, the parent's first: [{name: here}, {name: g1, labels: [role=gpu], gpus: 2}].
     With --json, each worker is an object {worker, node, devices}.
     """
     with click_errors():

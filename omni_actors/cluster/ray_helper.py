@@ -87,7 +87,7 @@ def tell(news: News) -> None:
 
 
 def _labels(found: dict[str, str]) -> tuple[str, ...]:
-    return tuple(f"{name}={value}" for name, value in sorted(found.items()) if name != NODE_ID)
+    return tuple(f"{name}={value}" if value else name for name, value in sorted(found.items()) if name != NODE_ID)
 
 
 class AgentActor:

@@ -15,7 +15,7 @@ LOCAL: Final = "local"
 
 
 class RayNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of Ray. free_cpus, free_gpus: those that Ray has given to no job. labels: as "name=value".
+    """A node of Ray. free_cpus, free_gpus: those that Ray has given to no job. labels: as "name=value", or "name".
 
     is_parents: whether the parent runs there.
     """

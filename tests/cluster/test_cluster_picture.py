@@ -56,7 +56,7 @@ def test_several_links_of_one_pair_of_nodes_are_counted(tmp_path: Path) -> None:
     [
         (
             NODES.replace("gpu,", "tpu,").replace("gpu]", "tpu]"),
-            "no node can run writer.0: here, g1, g2: it does not have the label 'gpu'",
+            "no node can run writer.0: here, g1, g2: it does not have the label 'role=gpu'",
         ),
         ("[]", "at least one node"),
         ("[{name: a}, {name: a}]", "each name once"),
@@ -78,7 +78,7 @@ def test_what_cannot_be_placed_is_an_error(nodes: str, message: str, tmp_path: P
 def test_more_workers_than_one_node_has_devices_for(tmp_path: Path) -> None:
     many = PIPELINE.replace("device: cuda, replicas: 2", "device: cuda, devices: [0, 1], replicas: 5")
     assert "no devices for another worker of 'writer'" in explain(tmp_path, pipeline=many).stderr
-    enough = NODES + "- {name: g3, labels: [gpu], gpus: 2}\n- {name: idle}\n"
+    enough = NODES + "- {name: g3, labels: [role=gpu], gpus: 2}\n- {name: idle}\n"
     placed = explain(tmp_path, nodes=enough, pipeline=many)
     assert placed.stdout.count("writer.") == 5, "two on each of g1 and g3, and one on g2"
     assert "1 node without workers\n" in placed.stdout

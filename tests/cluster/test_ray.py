@@ -231,6 +231,17 @@ async def test_a_node_that_joins_later_takes_the_place_of_one_that_has_left(monk
             assert omni.health().nodes["n2"].state == "alive"
 
 
+async def test_a_label_without_a_value_is_a_word(mortal_cluster: RayCluster) -> None:
+    mortal_cluster.add("n3", "")
+    async with open_ray(mortal_cluster.address) as ray:
+        assert {node.name: node.labels for node in ray.nodes} == {
+            "head": (),
+            "n1": ("role=compute",),
+            "n2": ("role=compute",),
+            "n3": ("role",),
+        }
+
+
 async def test_a_node_that_comes_back_has_the_labels_that_it_has_then() -> None:
     placed = {"cluster": {"nodes": {"first": "role=compute"}, "lease_s": LEASE_S}}
     with ray_cluster("n1") as cluster, trio.fail_after(2 * WATCHDOG_S):
