@@ -36,7 +36,8 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
         pipeline: Its section ``cluster`` says where workers may run, how long leases are, and whether nodes use TLS or
             NIXL. Without one, all run on the parent's node.
         address: Of Ray's head ("10.0.0.1:6379"), "auto" (the Ray that this machine is a node of), or "local": a Ray
-            of one node is started on this machine, with an agent, to try a pipeline's placement.
+            of one node is started on this machine, with an agent, to try a pipeline's placement. The node has all
+            labels that the pipeline names but "parent".
 
     A node on which no agent can be started is left out, with a warning in the log, if the others have places for all
     workers. A node that joins Ray later is used for workers that need a place then. Raises RayUnavailable,
@@ -49,7 +50,8 @@ async def open_on_ray(pipeline: Pipeline, address: str) -> AsyncIterator[Cluster
     if pipeline.device_handles != "none":
         accepted = '"none", because the workers of a cluster pass tensors through rings'
         raise ConfigError(pipeline.file, "device_handles", pipeline.device_handles, accepted)
-    async with open_ray(address) as ray:
+    named = [label for label in dict.fromkeys(settings.nodes.values()) if label != PARENT]
+    async with open_ray(address, named if address == LOCAL else ()) as ray:
         here = next((node for node in ray.nodes if node.is_parents), None)
         if here is None:
             raise RayUnavailable(address, "this machine is not one of its nodes now")

@@ -66,12 +66,13 @@ Resources: TypeAlias = tuple[float, float]
 class RayAgents:
     """Starts agents as Ray actors. See ``AgentStarter``. Open it with ``open_ray``.
 
-    address: of Ray's head, "auto" or "local". resources: returns what the agent of a node reserves there. on_found:
-    called when Ray's nodes were looked at, with the names of those that may be forgotten (rule 4).
+    address: of Ray's head, "auto" or "local". labels: what all nodes have besides their own in Ray. resources: returns
+    what the agent of a node reserves there. on_found: called when Ray's nodes were looked at, with the names of those
+    that may be forgotten (rule 4).
     """
 
-    def __init__(self, address: str, nursery: trio.Nursery) -> None:
-        self._address, self._nursery = address, nursery
+    def __init__(self, address: str, labels: Collection[str], nursery: trio.Nursery) -> None:
+        self._address, self._labels, self._nursery = address, labels, nursery
         self._process: trio.Process | None = None
         self._starting, self._ordering = trio.Lock(), trio.Lock()
         self._obeyed = trio.Event()
@@ -90,7 +91,10 @@ class RayAgents:
     @property
     def nodes(self) -> list[RayNode]:
         """All known nodes, as they were in Ray last. Their names are unique."""
-        return [msgspec.structs.replace(node, name=name) for name, node in self._nodes.items()]
+        return [
+            msgspec.structs.replace(node, name=name, labels=(*node.labels, *self._labels))
+            for name, node in self._nodes.items()
+        ]
 
     async def look(self) -> set[str]:
         """Look at the nodes again. Return the names of those with agents of other systems, or of one that has ended."""
@@ -262,18 +266,18 @@ def _by_unique_name(nodes: Iterable[RayNode], known: Collection[str]) -> dict[st
 
 
 @asynccontextmanager
-async def open_ray(address: str) -> AsyncIterator[RayAgents]:
+async def open_ray(address: str, labels: Collection[str] = ()) -> AsyncIterator[RayAgents]:
     """Connect with a Ray cluster, or start one, and give its nodes and what starts agents there.
 
     address: of Ray's head ("10.0.0.1:6379"); "auto": the Ray of this machine; "local": start one on this machine, which
-    ends with the block. Raises RayUnavailable.
+    ends with the block. labels: what all nodes have besides their own in Ray. Raises RayUnavailable.
     """
     if address not in (AUTO, LOCAL) and _HEAD.fullmatch(address) is None:
         raise RayUnavailable(address, f'accepted: HOST:PORT, where its head listens; "{AUTO}"; "{LOCAL}"')
     if importlib.util.find_spec("ray") is None:
         raise RayUnavailable(address, "Ray is not installed (pip install 'omni-actors[cluster]')")
     async with open_shielded_nursery() as nursery:
-        agents = RayAgents(address, nursery)
+        agents = RayAgents(address, labels, nursery)
         await agents.connect()
         nursery.start_soon(agents.reconnect)
         yield agents

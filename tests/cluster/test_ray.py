@@ -393,13 +393,17 @@ async def test_a_ray_that_was_started_here_leaves_no_file_and_has_tls_where_the_
 ) -> None:
     directory = Path(mkdtemp(prefix="r-", dir="/tmp"))  # Ray's sockets need a short path
     monkeypatch.setenv("RAY_TMPDIR", str(directory))
-    placed = {"cluster": {"spread": ["first"], "tls": True}, "stages.first.replicas": 2}
+    placed = {
+        "cluster": {"spread": ["first"], "nodes": {"second": "role=gpu"}, "tls": True},
+        "stages.first.replicas": 2,
+    }
     try:
         async with OmniSystem.open("echo", cluster="local", overrides=placed) as omni:
             assert len(files_in(directory)) == 1
             nodes = {each.node for each in omni.health().stages["first"]}
             assert nodes == omni.health().nodes.keys()
             assert len(nodes) == 2
+            assert [each.node for each in omni.health().stages["second"]] == [*nodes - {PARENT}], "it has all labels"
             outputs = [output async for output in omni.generate("hello")]
             assert outputs[0].delta == "hello"
             assert isinstance(omni._cluster, ClusterSpawner)
