@@ -164,7 +164,7 @@ class RemoteAgents:
         if end.certain:
             agent.process_ended(end.why)
         else:
-            agent.give_up(f"its agent cannot be reached: {end.why}")
+            agent.give_up(f"its agent cannot be {'reached' if agent.pid else 'started'}: {end.why}")
 
     @trio.lowlevel.enable_ki_protection
     async def _welcome(self, connected: trio.SocketStream) -> None:

@@ -111,3 +111,15 @@ async def test_a_node_that_is_added_and_has_no_agent_can_be_removed(monkeypatch:
         await until(lambda: starter.pids["c"] != last)
         assert not cluster.remove("a")
         check_exact(generation := ask_long(omni), await read(generation))
+
+
+class NotStarted(SubprocessAgents):
+    """On the node "b" no agent is started, and it is not certain that none runs there."""
+
+    async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
+        return AgentEnd(False, "no actor") if node == "b" else await super().run(node, settings)
+
+
+async def test_an_agent_that_has_never_run_is_not_said_to_be_out_of_reach() -> None:
+    async with opened(NotStarted()) as omni:
+        assert omni.health().nodes["b"].why == "its agent cannot be started: no actor"

@@ -176,7 +176,7 @@ async def test_a_system_starts_without_a_node_where_ray_starts_no_agent(
     monkeypatch.setattr(RayAgents, "run", refused)
     placed = {"cluster": {"nodes": {"first": "n1"}}}
     async with OmniSystem.open("echo", cluster=cluster.address, overrides=placed) as omni:
-        assert omni.health().nodes["n2"].why == "its agent cannot be reached: no actor"
+        assert omni.health().nodes["n2"].why == "its agent cannot be started: no actor"
         outputs = [output async for output in omni.generate("hello")]
         assert outputs[0].delta == "hello"
     placed = {"cluster": {"nodes": {"first": "n2"}}}
