@@ -5,6 +5,9 @@ The versions in ``VERSIONS`` are known to work. Another version may work; if it 
 Hidden states use the mechanism that vLLM has for EAGLE-3 drafters (Li et al., 2025): a model keeps the inputs and
 outputs of chosen layers, and the model runner keeps them from the forward until the tokens are sampled.
 ``HiddenStateWorker`` copies them there, also for prefill chunks, with the request and position of each row.
+
+A request that begins behind tokens of its answer looks like one that vLLM has preempted: the scheduler's request and
+the detokenizer get the tokens in ``begin_behind``, the model runner's state of the request in ``StageWorker``.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -24,6 +27,8 @@ from torch import Tensor
 from vllm import ModelRegistry, PoolingParams
 from vllm.platforms import current_platform
 
+from omni_actors.stages.vllm.decided import tokens_at_once
+
 VERSIONS = ("0.32.0",)
 NAMES = (
     "vllm.v1.engine:EngineCoreRequest.resumable",
@@ -33,6 +38,17 @@ NAMES = (
     "vllm.v1.engine.core_client:InprocClient.shutdown",
     "vllm.model_executor.layers.pooler:DispatchPooler.for_embedding",
     "vllm.model_executor.models.qwen3_moe:Qwen3MoeModel.load_weights",
+    "vllm.v1.request:Request.append_output_token_ids",
+    "vllm.v1.request:Request.take_prefill_stats",
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request",
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer.update",
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer.get_next_output_text",
+    "vllm.v1.engine.output_processor:RequestState.__init__(detokenizer)",
+    "vllm.v1.worker.gpu_input_batch:InputBatch.add_request(request)",
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState.output_token_ids",
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState.generator",
+    "vllm.v1.core.sched.output:SchedulerOutput.scheduled_new_reqs",
+    "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_native(generators)",
     "vllm.renderers.base:BaseRenderer.shutdown",
     "vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls",
     "vllm.v1.worker.gpu_worker:Worker.__init__(vllm_config)",
@@ -65,10 +81,16 @@ NAMES = (
     "vllm.v1.metrics.reader:Histogram.sum",
 )
 """Names that are looked up when this module is imported; ``function(parameter)`` is a function's parameter."""
-RUNNER_ATTRIBUTES = ("use_aux_hidden_state_outputs", "execute_model_state", "input_batch", "discard_request_mask")
+RUNNER_ATTRIBUTES = (
+    "use_aux_hidden_state_outputs",
+    "execute_model_state",
+    "input_batch",
+    "discard_request_mask",
+    "sampler",
+)
 TIMES = ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_queue_time_seconds")
 """The histograms of vLLM whose means are of interest beside those of the stages (``omni_stage_…``)."""
-BATCH_ATTRIBUTES = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu", "num_reqs", "generators")
+BATCH_ATTRIBUTES = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu", "num_reqs", "generators", "vocab_size")
 """Attributes of instances, which are looked up when the weights are loaded."""
 
 
@@ -143,6 +165,25 @@ def without_figures(llm: Any) -> Iterator[None]:
         yield
     finally:
         llm.logger_manager = logger
+
+
+def begin_behind(llm: Any, name: str, outputs: Sequence[Sequence[int]]) -> list[str]:
+    """Let a request of an ``LLMEngine``, which was just added, begin behind these outputs of its answer.
+
+    name: what ``add_request`` returned. outputs: the tokens of each, the same as the ``tokens_at_once`` of its
+    parameters. Returns the text of each; "" if vLLM does not detokenize. The request's statistics do not count its
+    prompt.
+    """
+    request = llm.engine_core.engine_core.scheduler.requests[name]
+    state = llm.output_processor.request_states[name]
+    request.take_prefill_stats()  # they are of prompts only
+    texts = list[str]()
+    for tokens in outputs:
+        request.append_output_token_ids(list(tokens))
+        state.detokenizer.update(list(tokens), False)
+        texts.append(state.detokenizer.get_next_output_text(False, True))
+        state.sent_tokens_offset += len(tokens)
+    return texts
 
 
 @dataclass(frozen=True)
@@ -229,7 +270,7 @@ class Sessions:
 
 
 class StageWorker(_Base):  # type: ignore[misc]
-    """vLLM's worker, with three corrections.
+    """vLLM's worker. A request may begin behind tokens of its answer (``decided``), and there are three corrections.
 
     1. A CPU can prefill a seeded request in chunks. vLLM draws a token after each chunk and rewinds the request's
        generator, which raises an exception on a CPU. Here the request has no generator while vLLM draws a token that
@@ -254,6 +295,36 @@ class StageWorker(_Base):  # type: ignore[misc]
         missing += [f"model_runner.input_batch.{name}" for name in BATCH_ATTRIBUTES if not hasattr(batch, name)]
         if missing:
             raise UnsupportedVLLMVersion(missing)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        new = {each.req_id: tokens_at_once(each.sampling_params) for each in scheduler_output.scheduled_new_reqs}
+        with self._beginning_behind(new) if any(new.values()) else nullcontext():
+            return super().execute_model(scheduler_output)
+
+    @contextmanager
+    def _beginning_behind(self, new: Mapping[str, list[int]]) -> Iterator[None]:
+        """Let new requests that join the batch meanwhile begin behind these tokens."""
+        batch = self.model_runner.input_batch
+        add_request = batch.add_request
+
+        def add(state: Any) -> Any:
+            if tokens := new.get(state.req_id):
+                state.output_token_ids += tokens
+                self._skip_numbers(state.generator, len(tokens))
+            return add_request(state)
+
+        batch.add_request = add
+        try:
+            yield
+        finally:
+            del batch.add_request
+
+    def _skip_numbers(self, generator: torch.Generator | None, count: int) -> None:
+        """Let vLLM's sampler draw ``count`` tokens with a request's generator, if it has one, and drop them."""
+        if generator is not None:
+            logits = torch.zeros(1, self.model_runner.input_batch.vocab_size, device=self.device)
+            for _ in range(count):
+                self.model_runner.sampler.topk_topp_sampler(logits, {0: generator}, None, None)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         batch = self.model_runner.input_batch

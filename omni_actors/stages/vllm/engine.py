@@ -4,8 +4,9 @@ Rules
 1. All calls come from the engine loop's thread: ``add_request`` from ``feed`` or ``step``, vLLM's ``step`` from
    ``step``. vLLM schedules, batches, samples and detokenizes.
 2. Our request ids are vLLM's external ids, as text. vLLM draws internal ids, which key the captured hidden states.
-3. A resumed request decides the tokens of its journal again (``decided``). A request with several answers (``n``), and
-   any request of an engine with speculative decoding, is not resumed, but refused.
+3. A resumed request begins behind the tokens of its journal; vLLM computes them in one prefill, or decides some of them
+   again (``decided``). A request with several answers (``n``), and any request of an engine with speculative decoding,
+   is not resumed, but refused.
 4. An error that vLLM raises for a request becomes that request's ``InvalidRequest``, with vLLM's message. Any other
    exception of vLLM ends the worker. An answer that vLLM ends with the reason "error" fails: with structured outputs by
    ``InvalidRequest``, because they cannot be had; without them for now, because vLLM says that it may be sent again.
@@ -17,7 +18,7 @@ If logprobs were asked for, an output's data has ``logprobs``: for each new toke
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
@@ -44,7 +45,7 @@ from omni_actors.stages.refusal import beyond_context
 from omni_actors.stages.vllm import _internals, control
 from omni_actors.stages.vllm.adapters import DISABLED, VLLMAdapters
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, parallel, refusal, sampling_params
-from omni_actors.stages.vllm.decided import DecidedTokens, force
+from omni_actors.stages.vllm.decided import DecidedTokens, at_once, decide
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMSampling
 
 NOT_RESUMED = "not_resumed"
@@ -65,7 +66,10 @@ class VLLMRequest(PromptRequest[C]):
         if request.journal and self.sampling.n > 1:
             message = "its worker died, and an answer of several (n) is not resumed"
             raise TemporarilyRefused(message, code=NOT_RESUMED)
-        force(self.sampling, [token for entry in request.journal for token in entry])
+        self.behind: list[Decisions] = [entry for entry in request.journal[: at_once(request, params)] if entry]
+        """The first outputs with tokens. The tokens are computed in one prefill."""
+        decided = [token for entry in request.journal for token in entry]
+        decide(self.sampling, decided, sum(map(len, self.behind)))
         self._undeclared: list[int] = []
 
     def decide(self, tokens: Iterable[int]) -> None:
@@ -114,6 +118,8 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         self._capabilities |= control.capabilities(self._llm)
         self._capabilities["update_weights"] = control.why_no_new_weights(self._llm) or self._update_weights
         self._directory = model
+        self._begun: list[tuple[R, list[str]]] = []
+        """Requests that have begun behind outputs since the last step, with the texts of these outputs."""
 
     OPTIONS: ClassVar[type[VLLMOptions]] = VLLMOptions
     PART: ClassVar = ""
@@ -123,6 +129,10 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
 
     def _outputs(self, request: R, output: Any) -> Iterator[StageOutput]:
         """Yield the outputs of one ``RequestOutput`` of vLLM. Forgets a request that ends with it."""
+        raise NotImplementedError
+
+    def _outputs_behind(self, request: R, texts: Sequence[str]) -> Iterator[StageOutput]:
+        """Yield the outputs again behind which a request begins, as far as they need no step. texts: of each."""
         raise NotImplementedError
 
     def _prompt_outputs(self) -> Iterator[StageOutput]:
@@ -156,6 +166,8 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
             if request.prompt_tokens >= self._context:
                 raise beyond_context(str(error)) from error
             raise refusal(error) from error
+        if request.behind:
+            self._begun.append((request, _internals.begin_behind(self._llm, request.internal_id, request.behind)))
 
     def _embeds_input(self, prompt: RawPrompt, repetition_penalty: float) -> Any:
         """Return vLLM's input for embeddings. vLLM does not check them: wrong ones would end the worker.
@@ -179,6 +191,10 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         super().abort(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
+        begun, self._begun = self._begun, []
+        for request, texts in begun:
+            if self._requests.get(request.id) is request:
+                yield from self._outputs_behind(request, texts)
         outputs = self._llm.step()
         yield from self._prompt_outputs()
         for output in outputs:

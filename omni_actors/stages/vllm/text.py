@@ -10,7 +10,7 @@ incomplete character at the end of an answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,12 @@ class TextEngine(VLLMEngine[VLLMRequest[Any]]):
         request.prompt_tokens = raw.least_tokens(1)
         with request_work("embeds"):
             return self._embeds_input(raw, penalty)
+
+    def _outputs_behind(self, request: VLLMRequest[Any], texts: Sequence[str]) -> Iterator[StageOutput]:
+        for tokens, text in zip(request.behind, texts, strict=True):
+            request.completion_tokens += len(tokens)
+            data = {"text": text} if request.sampling.detokenize else {"token_ids": list(tokens)}
+            yield StageOutput(request.id, data=data, decisions=tokens)
 
     def _outputs(self, request: VLLMRequest[Any], output: Any) -> Iterator[StageOutput]:
         several = request.sampling.n > 1

@@ -10,7 +10,9 @@ Rules
 3. Prefix caching is off, because positions found in a cache would have no rows.
 4. This engine detokenizes and finds stop strings itself, because a token's row must wait until no stop string can cut
    off its text (``omni.handoff``).
-5. Media are read while the steps go on (``omni.prompt_engine``). vLLM's encoders run in its steps.
+5. A resumed request puts an output out again when the rows are there that it had: those of all positions before the
+   output's last token.
+6. Media are read while the steps go on (``omni.prompt_engine``). vLLM's encoders run in its steps.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -37,11 +40,11 @@ CHUNK = 256
 
 
 class ThinkerRequest(OmniRequest, VLLMRequest[OmniPrompt]):
-    """One request. ``computed``: positions whose hidden states were taken."""
+    """One request. ``computed``: positions whose hidden states were taken. ``put_out``: outputs of ``behind``."""
 
     params: VLLMThinkerParams
     answer: AnswerText
-    computed = 0
+    computed = put_out = 0
 
 
 R = TypeVar("R", bound=ThinkerRequest)
@@ -123,18 +126,35 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         for states in self._llm.collective_rpc("take_hidden_states")[0]:
             request = by_id.get(states.request)
             if request is not None and request.handoff is not None:
-                self._hand_over(request, request.handoff, states)
-                yield from self._chunks(request, request.handoff)
+                yield from self._hand_over(request, request.handoff, states)
 
-    def _hand_over(self, request: R, handoff: TalkerHandoff, states: HiddenStates) -> None:
-        """Add the rows of positions that were not computed before."""
+    def _hand_over(self, request: R, handoff: TalkerHandoff, states: HiddenStates) -> Iterator[StageOutput]:
+        """Add the rows of positions that were not computed before, and yield what can go with them."""
         new = states.since(request.computed)
-        request.computed += len(new)
         prompt = new.until(handoff.size)
+        request.computed += len(prompt)
         if len(prompt):
             handoff.add_prompt(self._prompt_rows(request, prompt))
-        if len(prompt) < len(new) and (row := self._answer_row(new.since(handoff.size))) is not None:
-            handoff.add_token(row)
+        yield from self._chunks(request, handoff)
+        yield from self._put_out(request, request.computed - handoff.size)
+        for _ in range(len(new) - len(prompt)):
+            one = new.since(request.computed).until(request.computed + 1)
+            request.computed += 1
+            if (row := self._answer_row(one)) is not None:
+                handoff.add_token(row)
+            yield from self._put_out(request, request.computed - handoff.size)
+
+    def _outputs_behind(self, request: R, texts: Sequence[str]) -> Iterator[StageOutput]:
+        if request.handoff is None:
+            yield from self._put_out(request, sum(map(len, request.behind)))
+
+    def _put_out(self, request: R, computed: int) -> Iterator[StageOutput]:
+        """Put outputs out again. computed: the answer's positions whose rows are there; negative: in the prompt."""
+        for tokens in request.behind[request.put_out :]:
+            if request.answer.tokens + len(tokens) - 1 > computed:
+                break
+            request.put_out += 1
+            yield msgspec.structs.replace(self._answer(request, tokens, {}), decisions=tokens)
 
     def _chunks(self, request: R, handoff: TalkerHandoff) -> Iterator[StageOutput]:
         while handoff.waiting >= CHUNK and handoff.taken + CHUNK < handoff.size:
@@ -144,10 +164,21 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
     @torch.inference_mode()
     def _outputs(self, request: R, output: Any) -> Iterator[StageOutput]:
         (answer,) = output.outputs
-        data = logprobs_of(output, answer)
         request.decide(answer.token_ids)
+        reason = answer.finish_reason if output.finished else None
+        made = self._answer(request, answer.token_ids, logprobs_of(output, answer), reason)
+        if made.data or made.downstream:
+            yield msgspec.structs.replace(made, decisions=request.decisions())
+
+    def _answer(
+        self, request: R, new: Sequence[int], data: dict[str, Any], finish_reason: str | None = None
+    ) -> StageOutput:
+        """Add tokens to the answer; return what there is to put out, without decisions.
+
+        data: what the output has besides the text. finish_reason: vLLM's, if it has ended the answer.
+        """
         tokens, text = list[int](), ""
-        for token in answer.token_ids:  # several, with ``stream_interval``
+        for token in new:  # several, with ``stream_interval``
             tokens.append(token)
             data |= request.answer.push(token)
             text += data.pop("text", "")
@@ -156,11 +187,11 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         if "logprobs" in data:
             data["logprobs"] = data["logprobs"][: len(tokens)]
         request.completion_tokens += len(tokens)
-        last = output.finished or request.answer.finish_reason is not None
+        last = finish_reason is not None or request.answer.finish_reason is not None
         if text or last:
             data["text"] = text
-        if output.finished and request.answer.finish_reason is None:  # vLLM ended it for a reason of its own
-            data["finish_reason"] = answer.finish_reason
+        if finish_reason is not None and request.answer.finish_reason is None:  # vLLM ended it for a reason of its own
+            data["finish_reason"] = finish_reason
             data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.completion_tokens}
         downstream = {}
         if (handoff := request.handoff) is not None:
@@ -170,11 +201,9 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
             downstream = handoff.take(lambda: self._handoff_header(request), request.answer.certain_tokens)
         if last:
             del self._requests[request.id]
-            if not output.finished:
+            if finish_reason is None:
                 self._llm.abort_request([str(request.id)])
-        if data or downstream:
-            decisions = request.decisions()
-            yield StageOutput(request.id, data=data, downstream=downstream, last=last, decisions=decisions)
+        return StageOutput(request.id, data=data, downstream=downstream, last=last)
 
     def _embed(self, ids: Any) -> Tensor:
         """Return rows of the model's embedding table, (n, hidden)."""
