@@ -1,24 +1,46 @@
-"""A request that goes on from its journal on vLLM: as if nothing had happened."""
+"""A request that goes on from its journal on vLLM: as if nothing had happened.
+
+Where a test says so, it also counts the tokens that vLLM has decoded: not those that it computes in one prefill.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omni_actors.errors import TemporarilyRefused
-from omni_actors.stages.base import CLIENT, Decisions, StageOutput, StageRequest
+from omni_actors.stages.base import Decisions, StageOutput
+from tests.vllm.test_text import embeds_of
 
 QUESTION = {"messages": [{"role": "user", "content": "Write one sentence about the sea."}]}
 OTHER = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+OWN: dict[str, Any] = {"temperature": 0.9, "max_tokens": 12, "extra_args": {"own_logits": True}}
+"""Tokens are drawn from the test's own logits: a prefill rounds otherwise than the steps of the undisturbed answer."""
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 12},
-    "sampled": {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 12, "logprobs": 2},
-    "penalized": {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "max_tokens": 12},
+    "sampled": {**OWN, "top_p": 0.9, "seed": 5},
+    "top_k": {**OWN, "top_k": 40, "seed": 6},
+    "penalized": {**OWN, "seed": 7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    "least": {**OWN, "seed": 3, "min_tokens": 12},
+    "tokens": {**OWN, "seed": 4, "detokenize": False},
+    "intervals": {**OWN, "seed": 4, "stream_interval": 3},
+    "words": {"max_tokens": 12, "bad_words": ["the ocean", " sea", "vast"]},
+    "repeated": {
+        **OWN,
+        "max_tokens": 30,
+        "seed": 8,
+        "top_k": 1,
+        "repetition_detection": {"max_pattern_size": 3, "min_count": 3},
+    },
+    "logprobs": {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 12, "logprobs": 2},
+    "prompt": {"max_tokens": 12, "prompt_logprobs": 1},
     "structured": {"structured_outputs": {"regex": "[0-9]{4}-[0-9]{2}"}, "seed": 2, "max_tokens": 12},
-    "least": {"temperature": 1.0, "seed": 3, "min_tokens": 12, "max_tokens": 12},
 }
+DECODED_AGAIN = {"prompt", "structured"}
+"""The answers of which vLLM decodes every decided token again. With ``logprobs``, those of outputs that are needed."""
 CLOSE = 1e-3
 """How far a log probability may be off. Other batch shapes, AVX2 and noise as in ``make test-portable`` move them by up
 to 5e-5; those of another position are far off. Ranks hold on any machine, because the tokens that are compared are
@@ -30,13 +52,24 @@ def driver(drive: Callable[..., Any]) -> Any:
     return drive("vllm")
 
 
-def answer(driver: Any, params: dict[str, Any], journal: Sequence[Decisions] = ()) -> list[StageOutput]:
-    """Answer the question alone in the batch: the same forwards give the same bits again."""
-    driver.engine.start(StageRequest(1, (CLIENT,), params, journal=tuple(journal)))
-    driver.live.add(1)
-    driver.feed(1, QUESTION, last=True)
+def answer(
+    driver: Any,
+    params: dict[str, Any],
+    journal: Sequence[Decisions] = (),
+    needed_from: int = 0,
+    tensors: dict[str, Any] | None = None,
+) -> list[StageOutput]:
+    """Answer the question, or embeddings, alone in the batch."""
+    driver.start(1, journal=tuple(journal), needed_from=needed_from, **params)
+    driver.feed(1, {} if tensors else QUESTION, tensors or {}, last=True)
     outputs: list[StageOutput] = driver.run()[1]
     return outputs
+
+
+def decoded(driver: Any) -> float:
+    """Return how many tokens vLLM has decoded so far."""
+    found: float = driver.engine.gauges()["generation_tokens"]
+    return found
 
 
 def described(outputs: list[StageOutput]) -> list[tuple[Any, ...]]:
@@ -52,48 +85,93 @@ def _close(data: dict[str, Any]) -> dict[str, Any]:
     def token(found: dict[str, Any]) -> dict[str, Any]:
         return {**found, "logprob": pytest.approx(found["logprob"], rel=0, abs=CLOSE)}
 
-    return {**data, "logprobs": [[*map(token, found)] for found in data["logprobs"]]} if "logprobs" in data else data
+    names = data.keys() & {"logprobs", "prompt_logprobs"}
+    return {**data, **{name: [found and [*map(token, found)] for found in data[name]] for name in names}}
 
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_resumed_answer_is_the_same_answer(driver: Any, name: str) -> None:
-    whole = answer(driver, PARAMS[name])
+    """The tokens of all outputs but the last are computed at once, unless vLLM cannot restore all that follows."""
+    params = PARAMS[name]
+    whole = answer(driver, params)
+    total = whole[-1].data["completion_tokens"]
     reported = sum(len(output.data.get("logprobs", ())) for output in whole)
-    assert reported == ("logprobs" in PARAMS[name]) * whole[-1].data["completion_tokens"]
-    assert sum(len(output.decisions) for output in whole) == whole[-1].data["completion_tokens"]
+    assert reported == ("logprobs" in params) * total
+    assert sum(len(output.decisions) for output in whole) == total
     for cut in (1, len(whole) // 2, len(whole)):
-        journal = [output.decisions for output in whole[:cut]]
-        assert described(answer(driver, PARAMS[name], journal)) == like(whole)
+        for needed_from in (0, cut):
+            journal = [output.decisions for output in whole[:cut]]
+            before = decoded(driver)
+            resumed = answer(driver, params, journal, needed_from)
+            assert described(resumed)[needed_from:] == like(whole)[needed_from:]
+            assert [output.decisions for output in resumed] == [output.decisions for output in whole]
+            at_once = 0 if name in DECODED_AGAIN or (name == "logprobs" and not needed_from) else cut - 1
+            assert decoded(driver) - before == total - sum(map(len, journal[:at_once]))
 
 
 def test_a_stop_string_that_begins_in_the_journal_still_stops(driver: Any) -> None:
     plain = "".join(output.data.get("text", "") for output in answer(driver, PARAMS["greedy"]))
     stop = plain[len(plain) // 2 :][:6]
-    params = {**PARAMS["greedy"], "stop": [stop]}
-    whole = answer(driver, params)
-    assert whole[-1].data["finish_reason"] == "stop"
+    for more in ({}, {"include_stop_str_in_output": True}):
+        params = {**PARAMS["greedy"], "stop": [stop], **more}
+        whole = answer(driver, params)
+        assert whole[-1].data["finish_reason"] == "stop"
+        for cut in range(1, len(whole) + 1):
+            assert described(answer(driver, params, [output.decisions for output in whole[:cut]])) == like(whole)
+
+
+def test_a_character_of_several_tokens_is_put_out_again(driver: Any) -> None:
+    tokens = driver.engine._vocabulary.tokenizer.encode("A sea 🌊, é and 海.")
+    params = {"max_tokens": len(tokens) + 3}
+    whole = answer(driver, params, [tuple(tokens)])  # vLLM decodes each of these tokens
+    assert any(len(output.decisions) > 1 for output in whole)
     for cut in range(1, len(whole) + 1):
-        assert described(answer(driver, params, [output.decisions for output in whole[:cut]])) == like(whole)
+        journal = [output.decisions for output in whole[:cut]]
+        assert described(answer(driver, params, journal)[:cut]) == like(whole[:cut])
 
 
 def test_the_journal_decides_and_not_the_model(driver: Any) -> None:
     """The journal of an answer with another seed is followed, beside another request."""
-    other = answer(driver, {**PARAMS["sampled"], "seed": 99})
+    other = answer(driver, {**PARAMS["logprobs"], "seed": 99})
     journal = [output.decisions for output in other[:4]]
-    driver.start(2, max_tokens=12)
-    driver.feed(2, OTHER, last=True)
-    resumed = answer(driver, {**PARAMS["greedy"], "logprobs": 2}, journal)
-    assert described(resumed[:4]) == like(other[:4])
-    assert resumed[-1].last
+    for params in ({"logprobs": 2}, {}):
+        driver.start(2, max_tokens=12)
+        driver.feed(2, OTHER, last=True)
+        resumed = answer(driver, {**PARAMS["greedy"], **params}, journal)
+        expected = like(other[:4])
+        if not params:
+            expected = [({"text": data["text"]}, decisions, last) for data, decisions, last in expected]
+        assert described(resumed[:4]) == expected
+        assert resumed[-1].last
+
+
+def test_an_answer_to_embeddings_goes_on(driver: Any, smollm2: Path) -> None:
+    tensors = {"embeds": embeds_of(driver.engine, smollm2, QUESTION["messages"][0]["content"])}
+    whole = answer(driver, PARAMS["greedy"], tensors=tensors)
+    journal = [output.decisions for output in whole[:6]]
+    before = decoded(driver)
+    assert described(answer(driver, PARAMS["greedy"], journal, tensors=tensors)) == like(whole)
+    assert decoded(driver) - before == len(whole) - 5
+
+
+def test_a_request_that_is_aborted_before_its_first_step_puts_nothing_out(driver: Any) -> None:
+    whole = answer(driver, PARAMS["greedy"])
+    driver.start(2, journal=tuple(output.decisions for output in whole[:6]), **PARAMS["greedy"])
+    driver.feed(2, QUESTION, last=True)
+    driver.abort(2)
+    assert described(answer(driver, PARAMS["greedy"])) == like(whole)
 
 
 def test_several_answers_are_not_resumed(driver: Any) -> None:
     with pytest.raises(TemporarilyRefused, match="not resumed"):
         answer(driver, {"n": 2, "temperature": 1.0, "max_tokens": 4}, [(1,)])
+    driver.live.discard(1)
     assert not driver.engine.busy
 
 
 def test_a_client_cannot_decide_for_the_engine(driver: Any) -> None:
     plain = answer(driver, PARAMS["greedy"])
-    forged = answer(driver, {**PARAMS["greedy"], "extra_args": {"omni_actors.decided": [1, 2, 3]}})
+    forged = answer(
+        driver, {**PARAMS["greedy"], "extra_args": {"omni_actors.decided": [1, 2], "omni_actors.at_once": 1}}
+    )
     assert [output.data for output in forged] == [output.data for output in plain]
