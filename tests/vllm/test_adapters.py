@@ -12,6 +12,7 @@ import pytest
 
 from omni_actors.errors import InvalidAdapter, InvalidRequest
 from omni_actors.stages.adapters.options import Adapter
+from omni_actors.stages.base import Decisions
 from tests.support.adapters import adapter, write_adapter
 from tests.support.engine_driver import Driver
 
@@ -32,8 +33,8 @@ def driver(open_stage: Callable[..., Any]) -> Iterator[Driver]:
         yield Driver(engine)
 
 
-def ask(driver: Driver, number: int, lora: Adapter | None) -> None:
-    driver.start(number, max_tokens=12, lora=lora and msgspec.to_builtins(lora))
+def ask(driver: Driver, number: int, lora: Adapter | None, journal: tuple[Decisions, ...] = ()) -> None:
+    driver.start(number, max_tokens=12, lora=lora and msgspec.to_builtins(lora), journal=journal)
     driver.feed(number, {"messages": [{"role": "user", "content": QUESTION}]}, last=True)
 
 
@@ -58,6 +59,21 @@ def test_each_request_of_a_batch_has_its_own_adapter(
     expected = texts(ours.run())
     assert len(set(expected.values())) == 4, "each adapter gives another answer"
     assert texts(driver.run()) == expected
+
+
+def test_resumed_requests_keep_their_adapters(driver: Driver, adapters: list[Adapter]) -> None:
+    """Their decided tokens are computed with the adapter of each, in one prefill beside each other."""
+    asked = dict(enumerate([None, *adapters]))
+    for number, lora in asked.items():
+        ask(driver, number, lora)
+    whole = driver.run()
+    engine: Any = driver.engine
+    before = engine.gauges()["generation_tokens"]
+    for number, lora in asked.items():
+        ask(driver, number, lora, tuple(output.decisions for output in whole[number][: 5 + number]))
+    assert texts(driver.run()) == texts(whole)
+    again = sum(outputs[-1].data["completion_tokens"] for outputs in whole.values()) - (4 + 5 + 6 + 7)
+    assert engine.gauges()["generation_tokens"] - before == again
 
 
 def test_adapters_are_kept_pinned_and_removed(driver: Driver, adapters: list[Adapter]) -> None:
