@@ -115,7 +115,7 @@ def test_the_next_worker_decodes_again_only_what_it_must(
         assert known[0] > 1
         decoded = TOKENS if forced else TOKENS - (known[0] - 1)
         with trio.fail_after(WATCHDOG_S):
-            while omni.metrics.registry.get_sample_value("omni_engine", LABELS) != decoded:
+            while omni.metrics.registry.get_sample_value("omni_engine", LABELS) != decoded:  # noqa: ASYNC110
                 await trio.sleep(0.05)  # the worker tells it with its next answer to a ping
 
     shared_system.run(work)

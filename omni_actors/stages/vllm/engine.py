@@ -192,9 +192,9 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
         begun, self._begun = self._begun, []
-        for request, texts in begun:
-            if self._requests.get(request.id) is request:
-                yield from self._outputs_behind(request, texts)
+        for resumed, texts in begun:
+            if self._requests.get(resumed.id) is resumed:
+                yield from self._outputs_behind(resumed, texts)
         outputs = self._llm.step()
         yield from self._prompt_outputs()
         for output in outputs:
