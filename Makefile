@@ -96,8 +96,8 @@ test-nixl: setup .venv/nixl
 # Each run has a seed of the noise and a number of threads of the engines. The expensive tests take part in the first.
 PORTABLE_RUNS := 1,1 2,2 3,1
 NUMERIC_TESTS := $(addprefix tests/stages/,autoregressive hibari llm multimodal omni qwen2_5 qwen3 qwen_image bagel diffusers test_conformance.py \
-	test_hostile_requests.py test_pausing.py test_poison.py test_whisper.py) \
-	tests/test_examples.py tests/test_killed_stages.py tests/test_omni.py tests/test_voice.py tests/serve/test_with_models.py \
+	test_hostile_requests.py test_pausing.py test_poison.py test_whisper.py test_whisper_resume.py) \
+	tests/test_examples.py tests/test_killed_recordings.py tests/test_killed_stages.py tests/test_omni.py tests/test_voice.py tests/serve/test_with_models.py \
 	tests/platform/test_native_threads.py tests/test_numeric_noise.py
 
 test-portable: setup

@@ -34,7 +34,8 @@ class Address(msgspec.Struct, frozen=True):
 CLIENT_ADDRESS = Address(CLIENT, 0)
 
 Decisions: TypeAlias = tuple[int, ...]
-"""What a resumable engine decided for one output: sampled tokens, codes, places in its input. 64-bit integers."""
+"""What a resumable engine decided for one output: sampled tokens, codes, places in its input, encoded texts. 64-bit
+integers."""
 
 
 class Decided(msgspec.Struct, frozen=True, array_like=True):

@@ -154,7 +154,9 @@ ENGINES: dict[str, EngineSpec] = {
         has_tokenizer=True,
         lacks_raw_prompt=_raw_prompt_of_text,
     ),
-    "whisper": _shipped("whisper.engine:WhisperEngine", WhisperOptions, WhisperParams, libraries=("faster_whisper",)),
+    "whisper": _shipped(
+        "whisper.engine:WhisperEngine", WhisperOptions, WhisperParams, libraries=("faster_whisper",), resumable=True
+    ),
     "hibari_acoustic": _shipped(
         "hibari.acoustic:AcousticEngine",
         hibari.AcousticOptions,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,13 @@ class Model:
 
         self.feature_extractor = _Extractor()
         self.windows: list[np.ndarray[Any, Any]] = []
+        self.options: list[dict[str, Any]] = []
         self._advances = itertools.cycle(advances)
 
-    def decode(self, features: np.ndarray[Any, Any], **_: Any) -> tuple[Iterator[str], int, str]:
+    def decode(self, features: np.ndarray[Any, Any], **options: Any) -> tuple[list[str], int, str]:
         self.windows.append(features)
-        return iter(["one", "two"]), min(next(self._advances), features.shape[1] - 1), "en"
+        self.options.append(options)
+        return ["one", "two"], min(next(self._advances), features.shape[1] - 1), "de"
 
 
 def transcribe(pieces: Sequence[np.ndarray[Any, Any]], rate: int, advances: Sequence[int]) -> tuple[Any, int]:
@@ -42,14 +44,11 @@ def transcribe(pieces: Sequence[np.ndarray[Any, Any]], rate: int, advances: Sequ
         recording.pieces.append(piece)
         transcription.take(recording)
         while transcription.ready:
-            transcription.next_segment()
+            transcription.next_window()
         assert sum(map(len, transcription._pieces)) < 16000 * 32
     early = len(model.windows)
-    assert not transcription.done
     transcription.complete(recording)
-    while not transcription.done:
-        assert transcription.ready
-        transcription.next_segment()
+    assert len(list(iter(transcription.next_window, None))) == len(model.windows) - early > 0
     return model.windows, early
 
 
@@ -76,10 +75,43 @@ def test_windows_do_not_depend_on_when_pieces_arrive() -> None:
     model: Any = Model((2870,))
     transcription, recording = Transcription(model, 0, {"language": None}), Recording(0, 16000, pieces)
     transcription.complete(recording)
-    while not transcription.done:
-        transcription.next_segment()
+    while transcription.next_window() is not None:
+        pass
     for found, expected in zip(model.windows, stepwise, strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("pieces", [1, 40])
+def test_a_transcription_that_begins_at_a_place_has_the_windows_behind_it(pieces: int) -> None:
+    """With their language, without the prompt, and with the floor of the features that the sound before them sets."""
+    from omni_actors.stages.whisper.windows import Transcription
+
+    fading = np.random.default_rng(0).standard_normal(16000 * 95) * np.linspace(1, 1e-6, 16000 * 95)
+    sound, options = fading.astype(np.float32), {"language": None, "initial_prompt": "Words.", "task": "translate"}
+    model: Any = Model((2870,))
+    whole = Transcription(model, 0, dict(options))
+    whole.complete(Recording(0, 16000, np.array_split(sound, pieces)))
+    places = []
+    while whole.next_window() is not None:
+        places.append(whole.place)
+    assert len(places) >= 4
+    for number, place in enumerate(places, 1):
+        again: Any = Model((2870,))
+        later, recording = Transcription(again, 0, dict(options), place), Recording(0, 16000, [])
+        for piece in np.array_split(sound, pieces):
+            recording.pieces.append(piece)
+            later.take(recording)
+            assert sum(map(len, later._pieces)) < 16000 * 32
+            while later.ready:
+                later.next_window()
+        later.complete(recording)
+        while later.next_window() is not None:
+            pass
+        assert later.place == places[-1]
+        assert again.options == model.options[number:]
+        assert len(again.windows) == len(model.windows) - number
+        for found, expected in zip(again.windows, model.windows[number:], strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_a_window_takes_no_copy_of_the_sound_that_waits_behind_it() -> None:
@@ -91,7 +123,7 @@ def test_a_window_takes_no_copy_of_the_sound_that_waits_behind_it() -> None:
     transcription.take(Recording(0, 16000, [np.zeros(16000, np.float32)] * seconds))
     tracemalloc.start()
     try:
-        transcription.next_segment()
+        transcription.next_window()
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -6,8 +6,9 @@ So the workers that a test starts within ``worker_environment.noisy_workers`` ha
 
 Rules
 1. Each logit is multiplied by ``1 + e`` before a token or a code is chosen, and so is each number of a row that a
-   thinker hands to its talker, and each spectral feature that a voice's acoustic network computes. ``|e|`` is at most
-   ``AMPLITUDE``. The pitch has none: it would add up in the phase of the sound, whose samples are compared.
+   thinker hands to its talker, each spectral feature that a voice's acoustic network computes, and each number that
+   whisper's encoder gives to its decoder. ``|e|`` is at most ``AMPLITUDE``. The pitch has none: it would add up in the
+   phase of the sound, whose samples are compared.
 2. ``e`` is drawn anew each time, from a seed and the number of the process. No two incarnations have the same noise.
 3. What was decided already, by a journal, is not decided again, so it has no noise.
 """
@@ -51,6 +52,8 @@ class DecisionNoise:
             case "handoff":
                 for name in ("add_prompt", "add_token"):
                     self._wrap(module.TalkerHandoff, name, self._on_tensor)
+            case "windows":
+                self._wrap(module.Recognizer, "encode", self._on_encoded)
             case "decided":  # the logits processor of every language model on vLLM
                 self._wrap(module.DecidedTokens, "apply", self._on_tensor)
             case _:
@@ -64,6 +67,12 @@ class DecisionNoise:
     def _on_features(self, features: Callable[..., list[Any]], *args: Any) -> list[Any]:
         *spectral, pitch = features(*args)
         return [*map(self.on_array, spectral), pitch]
+
+    def _on_encoded(self, encode: Callable[..., Any], *args: Any) -> Any:
+        import ctranslate2
+        import numpy as np
+
+        return ctranslate2.StorageView.from_array(self.on_array(np.array(encode(*args))))
 
     def _on_tensor(self, method: Callable[..., Any], owner: Any, tensor: Any) -> Any:
         return method(owner, self.on_tensor(tensor))

@@ -1,7 +1,7 @@
 """The voice pipeline with killed workers and the real models, and what its answers must be (``killed_stages``).
 
-Whisper decides nothing that a journal has: its later incarnations repeat its work. They have no noise, because nothing
-inside CTranslate2 can be reached.
+Whisper decodes the question in one window, and has finished before the client has an output: see
+``tests/test_killed_recordings.py`` for its death during its work.
 """
 
 from __future__ import annotations

@@ -8,10 +8,13 @@ text and ``duration_s``, the seconds of all recordings together. If the request 
 for; and the last output has ``language``, the code of that of the last recording.
 
 Rules
-1. A step gives one segment (a phrase) of one request. Requests take turns, so a long recording does not delay a short
-   one.
-2. Decoding is greedy or a beam search, never sampled, so the same pieces of audio always give the same text.
+1. A step decodes one window of one request, and puts out its segments (phrases). Requests take turns, so a long
+   recording does not delay a short one.
+2. Decoding is greedy or a beam search, never sampled, so the same pieces of audio give the same text on one machine.
 3. A recording that arrives in pieces is transcribed meanwhile, in windows of 30 s (see ``windows``).
+4. The decisions of a window's first output are the outputs of the window and the place behind it (``journal``). So a
+   new incarnation decodes no window again of which an output has arrived anywhere. Windows without text have no output:
+   those behind the last output are decoded again.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.multimodal.audio import Recording, Recordings, audio_refusal
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.sources import OpenSources
+from omni_actors.stages.whisper import journal
 from omni_actors.stages.whisper.options import WhisperOptions, WhisperParams
 
 if TYPE_CHECKING:
@@ -40,17 +44,24 @@ class _Request:
     def __init__(self, request: base.StageRequest) -> None:
         self.open = OpenSources(request.sources)
         self.params = validated(request.params, WhisperParams)
-        self.language: str | None = self.params.language
-        """Of the newest recording, as far as it is known."""
         self.recordings = Recordings()
         self.transcriptions: deque[Transcription] = deque()
         """Of the recordings that have begun to arrive; the first one is the next."""
-        self.index = 0
+        self.decided = deque(journal.windows(request.journal))
+        """The windows of the journal whose outputs are to be put out again."""
+        self.place = self.decided[-1].place if self.decided else None
+        """Where the request goes on behind them."""
         self.paused = False
 
     @property
     def ready(self) -> bool:
-        return not self.paused and bool(self.transcriptions) and self.transcriptions[0].ready
+        if self.paused or self.decided:
+            return not self.paused
+        return bool(self.transcriptions) and self.transcriptions[0].ready
+
+    def is_transcribed(self, recording: Recording) -> bool:
+        """Return whether an earlier incarnation had transcribed all of the recording."""
+        return self.place is not None and recording.index < self.place.index
 
 
 class WhisperEngine(PausableEngine[_Request]):
@@ -103,47 +114,47 @@ class WhisperEngine(PausableEngine[_Request]):
     def _transcribe_arrived(self, request: _Request) -> None:
         """Pass on the sound that has arrived."""
         for recording in request.recordings.take_complete():
-            self._transcription(request, recording).complete(recording)
+            if not request.is_transcribed(recording):
+                self._transcription(request, recording).complete(recording)
         if (arriving := request.recordings.arriving) is not None:
-            self._transcription(request, arriving).take(arriving)
+            if request.is_transcribed(arriving):
+                arriving.take_pieces()
+            else:
+                self._transcription(request, arriving).take(arriving)
 
     def _transcription(self, request: _Request, recording: Recording) -> Transcription:
         from omni_actors.stages.whisper.windows import Transcription
 
         if not request.transcriptions or request.transcriptions[-1].index != recording.index:
             options = self._decoding(request.params.language, request.params)
-            request.transcriptions.append(Transcription(self._model, recording.index, options))
+            place = request.place if request.place is not None and request.place.index == recording.index else None
+            request.transcriptions.append(Transcription(self._model, recording.index, options, place))
         return request.transcriptions[-1]
 
     def step(self) -> Iterator[base.StageOutput | base.StageFailure]:
-        """Transcribe the next segment of the request that has waited longest."""
+        """Decode the next window of the request that has waited longest, or put out one of its journal."""
         request_id = next(request_id for request_id, request in self._requests.items() if request.ready)
         request = self._requests.pop(request_id)
+        if request.decided:
+            self._requests[request_id] = request
+            yield from _outputs(request_id, request.decided.popleft())
+            return
         current = request.transcriptions[0]
-        request.index = current.index
         try:
             with request_work("audio"):
-                segment = current.next_segment()
+                segments = current.next_window()
         except base.InvalidRequest as error:
             yield base.StageFailure(request_id, error)
             return
-        request.language = current.language
-        if current.done:
+        if segments is None:
             request.transcriptions.popleft()
-        if segment is None and not request.transcriptions and not request.open:
-            data: dict[str, Any] = {"text": "", "index": request.index, "duration_s": request.recordings.duration_s}
-            if request.params.timestamps is not None:
-                data["language"] = request.language
-            yield base.StageOutput(request_id, data=data, last=True)
-            return
+            if not request.transcriptions and not request.open:
+                yield _last_output(request_id, request, current)
+                return
         self._requests[request_id] = request  # at the end of the queue
-        if segment is not None:
-            text = segment.text.lstrip() if current.at_start else segment.text
-            current.at_start = False
-            data = {"text": text, "index": request.index}
-            if request.params.timestamps is not None:
-                data["segment"] = _described(segment, current)
-            yield base.StageOutput(request_id, data=data)
+        if segments:
+            found = [_found(segment, current, request.params) for segment in segments]
+            yield from _outputs(request_id, journal.Window(found, current.place))
 
     def close(self) -> None:
         super().close()
@@ -163,8 +174,33 @@ class WhisperEngine(PausableEngine[_Request]):
         }
 
 
+def _outputs(request_id: base.RequestId, window: journal.Window) -> Iterator[base.StageOutput]:
+    """Yield the outputs of a window. Only the first one has decisions."""
+    for n, data in enumerate(window.outputs):
+        yield base.StageOutput(request_id, data=data, decisions=() if n else journal.decisions(window))
+
+
+def _last_output(request_id: base.RequestId, request: _Request, last: Transcription) -> base.StageOutput:
+    """Return the output that ends a request. last: the transcription of the last recording."""
+    data: dict[str, Any] = {"text": "", "index": last.index, "duration_s": request.recordings.duration_s}
+    if request.params.timestamps is not None:
+        data["language"] = last.language
+    end = journal.Window([], last.place)
+    return base.StageOutput(request_id, data=data, last=True, decisions=journal.decisions(end))
+
+
+def _found(segment: Segment, transcription: Transcription, params: WhisperParams) -> dict[str, Any]:
+    """Return the data of the output of a segment of the newest window."""
+    text = segment.text.lstrip() if transcription.at_start else segment.text
+    transcription.at_start = False
+    data: dict[str, Any] = {"text": text, "index": transcription.index}
+    if params.timestamps is not None:
+        data["segment"] = _described(segment, transcription)
+    return data
+
+
 def _described(segment: Segment, transcription: Transcription) -> dict[str, Any]:
-    """Return the times of its newest segment in seconds, and the measurements of its decoding."""
+    """Return the times in seconds of a segment of the newest window, and the measurements of its decoding."""
     names = ("tokens", "temperature", "avg_logprob", "compression_ratio", "no_speech_prob")
     found = transcription.times(segment) | {name: getattr(segment, name) for name in names}
     if segment.words is not None:

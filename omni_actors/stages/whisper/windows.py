@@ -9,12 +9,12 @@ Rules
    complete or its second piece is there.
 3. A recording of one piece gives the text that faster-whisper gives for it. With several pieces, the floor of the
    features, 80 dB below the loudest sound, is that of the sound up to the window's end: louder sound may follow.
+4. A transcription can begin at the ``place`` that an earlier one had behind any window. The windows are the same then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate, chain, islice
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ from faster_whisper.feature_extractor import FeatureExtractor
 from faster_whisper.transcribe import Segment, Word
 
 from omni_actors.stages.multimodal.audio import Floats, Recording
+from omni_actors.stages.whisper.journal import Place
 
 SAMPLE_RATE = 16000
 _Features: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
@@ -56,17 +57,16 @@ class Recognizer(WhisperModel):  # type: ignore[misc]
         self.feature_extractor = _Extractor(**self.feat_kwargs)
         self._advance = 0
 
-    def decode(self, features: _Features, **options: Any) -> tuple[Iterator[Segment], int, str]:
+    def decode(self, features: _Features, **options: Any) -> tuple[list[Segment], int, str]:
         """Decode one window.
 
         features: of n + 1 frames, of which the first n are decoded. options: of ``transcribe``.
-        Returns the segments, of which the text is not joined yet; how many frames later the next window begins; and the
-        language.
+        Returns the segments; how many frames later the next window begins; and the language.
         """
         segments, info = self.transcribe(features, **options)
         self._advance = features.shape[1] - 1
-        first = list(islice(segments, 1))
-        return chain(first, segments), self._advance, info.language
+        found = list(segments)
+        return found, self._advance, info.language
 
     def _split_segments_by_timestamps(self, *args: Any, **kwargs: Any) -> Any:
         """Called by faster-whisper once for each window. It decodes no other one behind it.
@@ -81,10 +81,19 @@ class Recognizer(WhisperModel):  # type: ignore[misc]
 
 
 class Transcription:
-    """The transcription of one recording. options: of ``WhisperModel.transcribe``, with the language."""
+    """The transcription of one recording.
 
-    def __init__(self, model: Recognizer, index: int, options: dict[str, Any]) -> None:
+    options: of ``WhisperModel.transcribe``, with the language. place: where it begins; None: with the first window.
+    """
+
+    def __init__(self, model: Recognizer, index: int, options: dict[str, Any], place: Place | None = None) -> None:
         self.index = index
+        self.at_start = place is None
+        """Whether it has given no text yet."""
+        if place is None:
+            place = Place(index, 0, -np.inf, options["language"])
+        else:
+            options = {**options, "language": place.language, "initial_prompt": None}
         self._model, self._options = model, options
         self._first: Floats | None = None
         """The first piece."""
@@ -97,15 +106,9 @@ class Transcription:
         self._whole: _Features | None = None
         """The features of the whole recording, if it had one piece."""
         self._complete = False
-        self._seek = 0
-        """The frame at which the next window begins."""
-        self._loudest = -np.inf
-        """The largest feature so far."""
-        self._segments: Iterator[Segment] | None = None
+        self._seek, self._loudest = place.seek, place.loudest
         self._window_s = 0.0
-        """Where the window of these segments begins."""
-        self.at_start = True
-        """Whether it has given no text yet."""
+        """Where the newest window begins."""
 
     def take(self, recording: Recording) -> None:
         """Take the pieces of a recording that have arrived since the last call."""
@@ -133,14 +136,13 @@ class Transcription:
 
     @property
     def ready(self) -> bool:
-        """Whether ``next_segment`` has something to do."""
-        due = (self._seek + _WINDOW + _AFTER) * _HOP
-        return self._segments is not None or self._complete or self._end >= due
+        """Whether ``next_window`` has something to do."""
+        return self._complete or self._end >= (self._seek + _WINDOW + _AFTER) * _HOP
 
     @property
-    def done(self) -> bool:
-        """Whether the whole recording was transcribed, and all segments were returned."""
-        return self._segments is None and self._complete and self._seek >= self._end // _HOP
+    def place(self) -> Place:
+        """Where the transcription goes on behind the newest window."""
+        return Place(self.index, self._seek, self._loudest, self.language)
 
     @property
     def language(self) -> str | None:
@@ -148,27 +150,23 @@ class Transcription:
         language: str | None = self._options["language"]
         return language
 
-    def next_segment(self) -> Segment | None:
-        """Return the next segment; decode a window if necessary. None: the window has no more.
+    def next_window(self) -> list[Segment] | None:
+        """Decode the next window, and return its segments. None: the whole recording was transcribed.
 
-        Its times count from the beginning of the window; see ``times``.
+        Their times count from the beginning of the window; see ``times``.
         """
-        if self._segments is None:
-            frames = min(_WINDOW, self._end // _HOP - self._seek)
-            if frames <= 0:
-                return None
-            self._segments, advance, language = self._model.decode(self._features(frames), **self._options)
-            self._options |= {"language": language, "initial_prompt": None}
-            self._window_s = self._seek * _HOP / SAMPLE_RATE
-            self._seek += advance
-            self._forget_sound()
-        segment = next(self._segments, None)
-        if segment is None:
-            self._segments = None
-        return segment
+        frames = min(_WINDOW, self._end // _HOP - self._seek)
+        if frames <= 0:
+            return None
+        segments, advance, language = self._model.decode(self._features(frames), **self._options)
+        self._options |= {"language": language, "initial_prompt": None}
+        self._window_s = self._seek * _HOP / SAMPLE_RATE
+        self._seek += advance
+        self._forget_sound()
+        return segments
 
     def times(self, found: Segment | Word) -> dict[str, float]:
-        """Return the start and the end of the newest segment, or of a word in it, in seconds.
+        """Return the start and the end of a segment of the newest window, or of a word in it, in seconds.
 
         They count from the beginning of the recording, and do not exceed its length.
         """
@@ -203,6 +201,7 @@ class Transcription:
         if len(sound):
             self._pieces.append(sound)
             self._end += len(sound)
+            self._forget_sound()  # a transcription that begins at a place has no use for the sound before it
 
     def _forget_sound(self) -> None:
         """Drop the sound before the next window."""

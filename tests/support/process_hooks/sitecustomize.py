@@ -49,6 +49,7 @@ NOISY = (
     "omni_actors.stages.hibari.acoustic",
     "omni_actors.stages.omni.handoff",
     "omni_actors.stages.vllm.decided",
+    "omni_actors.stages.whisper.windows",
 )
 """The other modules that get the noise of ``tests.support.decision_noise``."""
 METHODS = ("__matmul__", "__rmatmul__", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "dot")
