@@ -17,6 +17,7 @@ from omni_actors import OmniSystem
 from omni_actors.outputs import Output
 from tests.support.hostile_pictures import check_refused
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
+from tests.support.worker_environment import noisy_workers
 from tiny_models import diffusers_pipelines as tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.voice, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -73,3 +74,30 @@ def _content(output: Output) -> Any:
 async def test_what_is_out_of_bounds_names_its_field(omni: OmniSystem) -> None:
     several = ("pipeline_kwargs", {"num_images_per_prompt": 50})
     await check_refused(omni, {"prompt": "a cat", **ASKED}, ("steps", 500), ("strength", 0.5), several)
+
+
+@pytest.mark.skipif("OMNI_ACTORS_TEST_NOISE" in os.environ, reason="make test-portable has far less noise than this")
+def test_an_incarnation_that_computes_otherwise_goes_on(shared_system: SharedSystem) -> None:
+    """What the client has is not compared. This is the last test: the worker that it leaves has noise."""
+
+    async def work(omni: OmniSystem) -> None:
+        whole = await _pictures(omni)
+        drawn = await _pictures(omni, dies_after=2)
+        assert [step for step, _ in drawn] == list(range(1, STEPS + 1)), "no preview comes twice, and none is missing"
+        for (step, found), (_, expected) in zip(drawn, whole, strict=True):
+            off = np.abs(found.astype(int) - expected).max()
+            assert off == 0 if step <= 2 else 0 < off < 16, f"step {step} is off by {off}"
+
+    with noisy_workers(seed=1):
+        shared_system.run(work)
+
+
+async def _pictures(omni: OmniSystem, dies_after: int = 0) -> list[tuple[int, Any]]:
+    """Return the steps and the pixels of the previews and of the picture. SIGKILL the worker after so many of them."""
+    found = []
+    async for output in omni.generate("a cat", **ASKED, previews=1):
+        picture: Any = output.delta
+        found.append((picture.step, picture.pixels))
+        if len(found) == dies_after:
+            os.kill(omni.health().stages["diffusers"][0].pid or 0, signal.SIGKILL)
+    return found

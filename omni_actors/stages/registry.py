@@ -238,6 +238,7 @@ ENGINES: dict[str, EngineSpec] = {
         "diffusers.engine:DiffusersEngine",
         DiffusersOptions,
         DiffusersParams,
+        resumable=True,
         lacks_raw_prompt=_conversations_only,
         libraries=("diffusers", "torch", "transformers"),
         extra="image",

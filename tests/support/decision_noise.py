@@ -6,9 +6,9 @@ So the workers that a test starts within ``worker_environment.noisy_workers`` ha
 
 Rules
 1. Each logit is multiplied by ``1 + e`` before a token or a code is chosen, and so is each number of a row that a
-   thinker hands to its talker, each spectral feature that a voice's acoustic network computes, and each number that
-   whisper's encoder gives to its decoder. ``|e|`` is at most ``AMPLITUDE``. The pitch has none: it would add up in the
-   phase of the sound, whose samples are compared.
+   thinker hands to its talker, each spectral feature that a voice's acoustic network computes, each number that
+   whisper's encoder gives to its decoder, and each number by which a pipeline of diffusers denoises. ``|e|`` is at most
+   ``AMPLITUDE``. The pitch has none: it would add up in the phase of the sound, whose samples are compared.
 2. ``e`` is drawn anew each time, from a seed and the number of the process. No two incarnations have the same noise.
 3. What was decided already, by a journal, is not decided again, so it has no noise.
 """
@@ -52,6 +52,8 @@ class DecisionNoise:
             case "handoff":
                 for name in ("add_prompt", "add_token"):
                     self._wrap(module.TalkerHandoff, name, self._on_tensor)
+            case "loading":
+                self._wrap(module, "load", self._on_pipeline(module.denoiser))
             case "windows":
                 self._wrap(module.Recognizer, "encode", self._on_encoded)
             case "decided":  # the logits processor of every language model on vLLM
@@ -67,6 +69,17 @@ class DecisionNoise:
     def _on_features(self, features: Callable[..., list[Any]], *args: Any) -> list[Any]:
         *spectral, pitch = features(*args)
         return [*map(self.on_array, spectral), pitch]
+
+    def _on_pipeline(self, denoiser: Callable[..., Any]) -> Callable[..., Any]:
+        def on_output(_: Any, __: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (self.on_tensor(output[0], output[0].dtype), *output[1:])
+
+        def noisy(load: Callable[..., Any], *args: Any) -> Any:
+            pipeline = load(*args)
+            denoiser(pipeline).register_forward_hook(on_output)
+            return pipeline
+
+        return noisy
 
     def _on_encoded(self, encode: Callable[..., Any], *args: Any) -> Any:
         import ctranslate2

@@ -13,7 +13,7 @@ import numpy as np
 import trio
 
 from omni_actors import OmniSystem, Picture
-from tests.support.killing_engines import PLACES
+from tests.support.killing_engines import PLACES, write_plan
 
 STEPS = 4
 WATCHDOG_S = 200.0
@@ -127,7 +127,7 @@ class KilledPictures:
         of_denoiser = {
             "engine": "tests.support.killing_engines:make",
             "options": {**family.options, "engine": family.engine, "log": str(self._log), "plan": str(self._plan)},
-            "resumable" if family.checkpoints else "deterministic": True,
+            "resumable": True,
         }
         settings |= {f"stages.{family.denoiser}.{key}": value for key, value in of_denoiser.items()}
         if family.config is not None:
@@ -146,7 +146,7 @@ class KilledPictures:
                 os.kill(pid, signal.SIGKILL)
             else:
                 plan.append([step, place, 0 if stage == self._family.denoiser else pid])
-        self._plan.write_text(json.dumps(plan))
+        write_plan(self._plan, plan)
         with trio.fail_after(WATCHDOG_S):
             outputs = [output async for output in generation]
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]

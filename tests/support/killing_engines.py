@@ -27,6 +27,13 @@ from omni_actors.stages.registry import ENGINES
 PLACES = ("begin", "computed", "sent")
 
 
+def write_plan(file: Path, plan: list[list[Any]]) -> None:
+    """Write a plan at once: a worker that has sent a picture may read it while the next one is planned."""
+    new = file.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps(plan))
+    new.replace(file)
+
+
 def make(context: StageContext) -> Any:
     """Return the engine of the option ``engine``, with what the module describes."""
     options = dict(context.options)
@@ -73,6 +80,6 @@ class _Killing:
         plan = json.loads(self._plan.read_text())
         due = [entry for entry in plan if entry[:2] == [step, place]]
         if due:
-            self._plan.write_text(json.dumps([entry for entry in plan if entry not in due]))
+            write_plan(self._plan, [entry for entry in plan if entry not in due])
         for *_, pid in sorted(due, reverse=True):  # the own process last
             os.kill(pid or os.getpid(), signal.SIGKILL)

@@ -26,7 +26,7 @@ class Step(NamedTuple):
     """A denoising step that was done.
 
     step: its number, from 1. shown: whether a preview or progress is due. preview: None also if the pipeline has no
-    previews.
+    previews, or the client has it.
     """
 
     step: int
@@ -73,11 +73,14 @@ class PipelineCall:
     """A call that goes on by one step with each ``advance``.
 
     arguments: as ``Arguments.make`` returns them. params: of the request; a preview is due after each
-    ``params.previews`` steps, but not after the last one.
+    ``params.previews`` steps, but not after the last one. step_seen: previews up to this step are not decoded.
     """
 
-    def __init__(self, runner: Runner, arguments: Mapping[str, Any], params: DiffusersParams) -> None:
+    def __init__(
+        self, runner: Runner, arguments: Mapping[str, Any], params: DiffusersParams, step_seen: int = 0
+    ) -> None:
         self._runner, self._arguments, self._params = runner, arguments, params
+        self._step_seen = step_seen
         self._seed = params.seed or 0  # the system draws one for a request that names none
         device = runner.pipeline.device
         self._cuda = [device] if device.type == "cuda" else []
@@ -106,7 +109,7 @@ class PipelineCall:
         def after_step(_: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             total = getattr(pipeline, "num_timesteps", None) or len(pipeline.scheduler.timesteps)
             due, preview = follows(params.previews, index + 1) and index + 1 < total, None
-            if due and self._runner.previews.possible:
+            if due and index + 1 > self._step_seen and self._runner.previews.possible:
                 preview = self._runner.previews.decode(pipeline, tensors["latents"], self._arguments)
             shown = due or (follows(params.progress, index + 1) and index + 1 < total)
             hand_over(Step(index + 1, total, shown, preview))

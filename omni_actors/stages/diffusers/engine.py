@@ -12,7 +12,8 @@ Rules
 2. There is no batch: pipelines begin with all requests of a batch at once, and these join at any time. So a request is
    computed as the pipeline alone computes it, and its picture is a function of prompt, pictures, parameters and seed.
 3. A request's LoRA adapter is applied while its call computes. It updates the pipeline's transformer or U-Net.
-4. A call cannot begin in its middle. After a death, a new incarnation computes the request again from its seed.
+4. A call cannot begin in its middle. After a death, a new incarnation computes the request again from its seed, without
+   the previews that have arrived. The decision of an output is its step.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class _Request:
         self.pictures: Pictures | None = None
         self.sent = 0
         """How many of ``pictures`` were put out."""
+        self.step_seen = request.journal[request.needed_from - 1][0] if request.needed_from else 0
+        """The last step whose output arrived before a death; 0: none."""
         self.paused = False
 
     @property
@@ -133,7 +136,7 @@ class DiffusersEngine(AdaptedEngine[_Request, BatchedAdapters], PausableEngine[_
         if request.pictures is None:
             if request.call is None:
                 assert request.runner is not None, "a request that waits is complete"
-                request.call = PipelineCall(request.runner, request.arguments, request.params)
+                request.call = PipelineCall(request.runner, request.arguments, request.params, request.step_seen)
             with self._adapters.applied([request.adapter]):
                 made = request.call.advance()
             if isinstance(made, Step):
@@ -146,7 +149,8 @@ class DiffusersEngine(AdaptedEngine[_Request, BatchedAdapters], PausableEngine[_
         if not done.shown:
             return None
         data = {"step": done.step, "total": done.total, "final": False}
-        return base.StageOutput(request.id, {} if done.preview is None else {"image": done.preview}, data)
+        tensors = {} if done.preview is None else {"image": done.preview}
+        return base.StageOutput(request.id, tensors, data, decisions=(done.step,))
 
     def _picture(self, request: _Request, pictures: Pictures) -> base.StageOutput:
         data: dict[str, Any] = {"step": request.total, "total": request.total, "final": True}
@@ -154,7 +158,8 @@ class DiffusersEngine(AdaptedEngine[_Request, BatchedAdapters], PausableEngine[_
             data |= {"frame": request.sent, "frames": len(pictures)}
         picture = pictures[request.sent]
         request.sent += 1
-        return base.StageOutput(request.id, {"image": picture}, data, last=request.sent == len(pictures))
+        last = request.sent == len(pictures)
+        return base.StageOutput(request.id, {"image": picture}, data, last, decisions=(request.total,))
 
     def abort(self, request_id: base.RequestId) -> None:
         """Forget a request. Its call ends here, so its memory is free at once."""

@@ -46,6 +46,7 @@ CHOOSERS = (
 )
 """The modules that choose tokens, each by its name ``choose``."""
 NOISY = (
+    "omni_actors.stages.diffusers.loading",
     "omni_actors.stages.hibari.acoustic",
     "omni_actors.stages.omni.handoff",
     "omni_actors.stages.vllm.decided",
