@@ -258,11 +258,21 @@ def test_every_shipped_pipeline_is_valid() -> None:
 
 def test_no_shipped_pipeline_has_a_deterministic_stage_below_a_resumable_one() -> None:
     """The floats of resumed chunks may differ, and a deterministic stage that computes with them would too."""
+    deterministic: dict[str, set[str]] = {}
     for name in config.config_names():
         pipeline = config.load(name)
         for stage, configured in pipeline.stages.items():
+            assert pipeline.deterministic(stage) != pipeline.resumable(stage)
             if pipeline.deterministic(stage):
                 assert not any(pipeline.resumable(source) for source in configured.inputs)
+                deterministic.setdefault(name, set()).add(stage)
+    encoders = {"text_encoder", "image_encoder"}
+    assert deterministic == {  # docs/reliability.md names them
+        "echo": {"first", "second"},
+        "qwen_image": encoders,
+        "qwen_image_edit": encoders,
+        "shapes": encoders,
+    }
 
 
 @pytest.mark.parametrize("name", ["qwen3_omni", "qwen2_5_omni"])
