@@ -140,7 +140,6 @@ class FetchingLink(ReceivingLink):
     def __init__(self, link_id: int, producer: Producer, transfers: Transfers, wake: Callable[[], None]) -> None:
         super().__init__(link_id, producer)
         self._transfers, self._wake = transfers, wake
-        self._to_say = b""
         self._source: Source | None = None
         self._has_loaded = False
         self._reference: tuple[int, int, int] | None = None
@@ -158,11 +157,9 @@ class FetchingLink(ReceivingLink):
             self._say(CAN_FETCH)
 
     def step(self) -> bool:
-        if self._source is not None and self._source.is_loaded and not self._has_loaded:
+        if self._source is not None and self._source.is_loaded and not self._has_loaded and not self._discards:
             self._has_loaded = True
             self._say(LOADED)
-        elif self._to_say:
-            self._say(b"")
         more = super().step()
         if self._discards:
             self._give_up()
@@ -259,13 +256,6 @@ class FetchingLink(ReceivingLink):
         self._give_up_fetch()
         if self._source is not None:
             self._transfers.drop(self._source)
-
-    def _say(self, what: bytes) -> None:
-        """Send single bytes back, as far as the socket takes them now."""
-        self._to_say += what
-        sent = self.channel.send([self._to_say])
-        self._to_say = self._to_say[sent or 0 :]
-        self.writable = sent is not None
 
 
 def _is_reference(kind: int) -> bool:

@@ -33,6 +33,8 @@ class ReceivingLink(Link):
         self._was_large = False
         self._discards = False
         """The consumer has closed the ring: what still arrives is dropped."""
+        self._to_say = b""
+        """Single bytes for the other node that the socket has not taken yet."""
 
     def open(self, channel: Channel, now: float) -> None:
         if channel.send([ALIVE]) is None:
@@ -43,6 +45,14 @@ class ReceivingLink(Link):
         return self._producer.fileno()
 
     def step(self) -> bool:
+        if self._to_say:
+            try:
+                self._say(b"")
+            except OSError:
+                if not self._discards:
+                    raise
+                self._end()  # as in ``_discard``
+                return False
         moved = 0
         while True:
             if not self._discards and not self._store_ahead():
@@ -63,7 +73,7 @@ class ReceivingLink(Link):
 
     def check_silence(self, now: float, longest_s: float) -> None:
         if not self._discards:
-            self.channel.send([ALIVE])
+            self._say(b"" if self._to_say else ALIVE)
 
     def close(self) -> None:
         super().close()
@@ -102,9 +112,16 @@ class ReceivingLink(Link):
             self._discards = True
             self._room = None
             self._producer.abandon()
-            self.channel.send([CLOSED])
-            self.channel.finish()
+            self._say(CLOSED)
             return True
+
+    def _say(self, what: bytes) -> None:
+        """Send single bytes back, as far as the socket takes them now; the rest later. ``CLOSED`` is the last one."""
+        self._to_say += what
+        while self._to_say and (sent := self.channel.send([self._to_say])) is not None:
+            self._to_say = self._to_say[sent:]
+        if self._discards and not self._to_say:
+            self.channel.finish()
 
     def _next_header(self) -> bool:
         """Take a header that was read ahead, unless one waits for room. Returns False: there is none, or no more."""
