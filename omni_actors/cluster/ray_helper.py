@@ -171,9 +171,9 @@ class Helper:
                 name=node.get("NodeName") or node["NodeManagerAddress"],
                 address=node["NodeManagerAddress"],
                 cpus=node["Resources"].get("CPU", 0.0),
-                free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
+                free_cpus=max(0.0, free.get(node["NodeID"], {}).get("CPU", 0.0)),
                 gpus=int(node["Resources"].get("GPU", 0)),
-                free_gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
+                free_gpus=max(0, int(free.get(node["NodeID"], {}).get("GPU", 0))),
                 labels=_labels(node.get("Labels", {})),
                 is_parents=node["NodeID"] == mine,
             )

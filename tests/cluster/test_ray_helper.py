@@ -285,6 +285,26 @@ def test_a_machine_on_which_no_ray_runs_is_reported(tmp_path: Path) -> None:
     assert msgspec.json.decode(ran.stdout, type=News) == Failed('no Ray runs on this machine; "local" starts one')
 
 
+def test_what_is_free_on_a_node_is_never_negative() -> None:
+    """Ray refuses an actor with a negative number of CPUs."""
+    program = """
+        import types
+        import ray
+        from omni_actors.cluster import ray_helper
+        resources = {"CPU": 2.0, "GPU": 1.0}
+        node = {"NodeID": "1", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": resources}
+        ray.nodes = lambda: [node]
+        ray.get_runtime_context = lambda: types.SimpleNamespace(get_node_id=lambda: "1")
+        ray_helper.available_resources_per_node = lambda: {"1": {"CPU": -1.0, "GPU": -1.0}}
+        [found] = object.__new__(ray_helper.Helper).nodes()
+        print(found.free_cpus, found.free_gpus)
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=WATCHDOG_S
+    )
+    assert ran.stdout.split() == ["0.0", "0"], ran.stderr
+
+
 def test_an_agent_that_ends_after_the_helper_has_left_ray_starts_no_other_ray(tmp_path: Path) -> None:
     program = """
         import ray
