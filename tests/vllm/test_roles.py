@@ -167,16 +167,24 @@ def test_abort_in_the_middle_of_a_transfer_frees_all_of_it(
     assert ids(driver.run()[2]) == expected[LONG]
 
 
-def test_decode_goes_on_behind_its_journal(
-    driver: Driver, sent: dict[int, list[StageOutput]], expected: dict[int, list[int]]
-) -> None:
-    ask(driver, 1, sent[LONG], journal=tuple((token,) for token in expected[LONG][:3]))
-    assert ids(driver.run()[1]) == expected[LONG]
-
-
 def other_weights(output: StageOutput) -> StageOutput:
     header = {**output.data["prompt"], "weights_version": "9"} if "prompt" in output.data else None
     return msgspec.structs.replace(output, data={**output.data, "prompt": header} if header else output.data)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_decode_goes_on_behind_its_journal(
+    driver: Driver, sent: dict[int, list[StageOutput]], expected: dict[int, list[int]], loaded: bool
+) -> None:
+    """It computes the decided tokens, all but the last, at once: behind loaded blocks, or with a prompt of its own."""
+    engine: Any = driver.engine
+    before = engine.gauges()
+    outputs = sent[LONG] if loaded else [other_weights(output) for output in sent[LONG]]
+    ask(driver, 1, outputs, journal=tuple((token,) for token in expected[LONG][:5]))
+    assert ids(driver.run()[1]) == expected[LONG]
+    after = engine.gauges()
+    assert after["generation_tokens"] - before["generation_tokens"] == len(expected[LONG]) - 4
+    assert (after["prompts_loaded"] > before["prompts_loaded"]) == loaded
 
 
 def other_layout(output: StageOutput) -> StageOutput:
