@@ -112,7 +112,11 @@ class ReceivingLink(Link):
             self._discards = True
             self._room = None
             self._producer.abandon()
-            self._say(CLOSED)
+            try:
+                self._say(CLOSED)
+            except OSError:  # the other side is gone; it has nothing to lose
+                self._end()
+                return False
             return True
 
     def _say(self, what: bytes) -> None:

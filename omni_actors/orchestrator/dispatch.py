@@ -167,9 +167,8 @@ class Dispatcher:
 
     def _restart(self, request: Request, placement: Mapping[str, Address]) -> None:
         stages, deaths = request.replay_state.waiting, request.deaths
-        is_resumed = not self._resumable.isdisjoint(stages)
-        for loss in deaths.causes(stages):
-            self.replay_log.add(loss.crash, trio.current_time() - loss.noticed, is_resumed=is_resumed)
+        loss, is_resumed = deaths.cause(stages), not self._resumable.isdisjoint(stages)
+        self.replay_log.add(loss.crash, trio.current_time() - loss.noticed, is_resumed=is_resumed)
         request.replays += 1
         request.restarted_stages.update(stages)
         deaths.restarted(stages)

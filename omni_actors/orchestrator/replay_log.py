@@ -22,8 +22,8 @@ class ReplayLog:
     def add(self, crash: StageCrashed, lost_s: float, *, is_resumed: bool) -> None:
         """Count a replay.
 
-        crash: the death that it follows, ``lost_s`` seconds ago. A replay that follows several is counted with each.
-        is_resumed: whether a resumable stage starts again.
+        crash: the latest death that made it necessary, ``lost_s`` seconds ago. is_resumed: whether a resumable stage
+        starts again.
         """
         key = (crash.stage, crash.replica, crash.generation)
         earlier = self._events.get(key)

@@ -72,11 +72,13 @@ class Deaths:
         self.losses.append(Loss(crash, time.monotonic(), at, stats))
         self.latest = crash
 
-    def causes(self, stages: Collection[str]) -> list[Loss]:
-        """Return the deaths because of which these stages start again; the latest one if it is none of theirs."""
-        return [each for each in self.losses if each.restarted is None and each.crash.stage in stages] or [
-            self.losses[-1]
-        ]
+    def cause(self, stages: Collection[str]) -> Loss:
+        """Return the latest death of a stage among these, which start again; the latest of all if it is none of theirs.
+
+        Not that of a stage that is not needed.
+        """
+        theirs = [each for each in self.losses if each.restarted is None and each.crash.stage in stages]
+        return (theirs or self.losses)[-1]
 
     def restarted(self, stages: Collection[str]) -> None:
         """Record that these stages were dispatched again."""

@@ -26,11 +26,13 @@ def why_given_up(replica: Replica, exit: WorkerExit, *, counts: bool) -> str | N
 
 
 def plan_retry(replica: Replica, exit: WorkerExit, now: float) -> None:
-    """Set when a replica that was given up is tried again. now: trio's clock."""
+    """Set when a replica that was given up is tried again, with one worker. now: trio's clock."""
     policy, incarnation = replica.policy, replica.incarnation
     replica.retry_at = None
     if incarnation.ready.is_set() and now - incarnation.ready_at > policy.period_s:
         replica.failed_tries = 0
+    if _cannot_load(replica):
+        replica.recent_restarts = (now,) * policy.intensity  # none is left for the next try
     is_reported = replica.added and _cannot_load(replica)
     if incarnation.stopped_with_another or is_reported or restart.why_never_restarted(policy, exit):
         return

@@ -1,9 +1,9 @@
 """Feeding an engine: each chunk as it arrives, or a request's whole input at once.
 
 Whole input is kept as copies, so that the rings stay free, within the bounds of ``messages.Gathering``. A request that
-exceeds its own bound is refused. One that exceeds the worker's is refused for now, unless it is replayed: it was within
-that bound at the worker that died. Making its producers wait instead could block other requests, which share their
-rings.
+exceeds its own bound is refused. One that exceeds the worker's is refused for now, unless it is replayed: a death must
+not refuse it, so a worker may gather more for the requests of dead ones, each within its own bound. Making its
+producers wait instead could block other requests, which share their rings.
 """
 
 from __future__ import annotations

@@ -114,3 +114,18 @@ def test_a_producers_node_that_is_gone_before_it_learns_of_the_close_is_no_loss(
     opened.step()
     opened.step()
     assert opened.link.state == "ended"
+
+
+def test_a_producers_node_that_is_gone_before_the_close_is_no_loss(opened: Closing) -> None:
+    record = HEADER.pack(14_000 << 8 | 1, 0) + bytes(14_000)
+    for _ in range(6):  # more than the ring takes: the last header waits for room
+        assert opened.near.send([record]) == len(record)
+        opened.step()
+    deadline = time.monotonic() + WATCHDOG_S
+    while not opened.link._kind:
+        assert time.monotonic() < deadline
+        opened.step()
+    opened.near.reset()
+    opened.consumer.close()
+    opened.step()
+    assert opened.link.state == "ended"

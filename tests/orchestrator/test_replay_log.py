@@ -45,12 +45,14 @@ async def test_replays_are_counted_by_the_death_that_they_follow(
     assert [record.event.requests for record in caplog.records] == [1], "also when the system closes"
 
 
-def test_a_replay_follows_the_deaths_of_the_stages_that_start_again() -> None:
+def test_a_replay_follows_the_latest_death_of_a_stage_that_starts_again() -> None:
     deaths = Deaths()
     deaths.add(FIRST, 10.0, None)
     deaths.add(SECOND, 12.0, None)  # it had finished, and is not needed
-    assert [(each.crash, each.noticed) for each in deaths.causes(["mind"])] == [(FIRST, 10.0)]
-    assert [each.crash for each in deaths.causes(["mind", "mouth"])] == [FIRST, SECOND]
+    found = deaths.cause(["mind"])
+    assert (found.crash, found.noticed) == (FIRST, 10.0)
+    assert deaths.cause(["mind", "mouth"]).crash == SECOND
+    deaths.add(FIRST, 13.0, None)
     deaths.restarted(["mind"])
-    assert [each.crash for each in deaths.causes(["mouth"])] == [SECOND]
-    assert [each.crash for each in deaths.causes(["eye"])] == [SECOND], "a living stage computes its outputs again"
+    assert deaths.cause(["mouth"]).crash == SECOND
+    assert deaths.cause(["eye"]).crash == FIRST, "a living stage computes its outputs again"

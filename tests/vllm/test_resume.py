@@ -159,6 +159,7 @@ def test_a_request_that_is_aborted_before_its_first_step_puts_nothing_out(driver
     driver.start(2, journal=tuple(output.decisions for output in whole[:6]), **PARAMS["greedy"])
     driver.feed(2, QUESTION, last=True)
     driver.abort(2)
+    assert not driver.engine._begun, "nothing is kept of it"
     assert described(answer(driver, PARAMS["greedy"])) == like(whole)
 
 

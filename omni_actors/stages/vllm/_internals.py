@@ -49,6 +49,7 @@ NAMES = (
     "vllm.v1.worker.gpu_input_batch:CachedRequestState.generator",
     "vllm.v1.core.sched.output:SchedulerOutput.scheduled_new_reqs",
     "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_native(generators)",
+    "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu(generators)",
     "vllm.renderers.base:BaseRenderer.shutdown",
     "vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls",
     "vllm.v1.worker.gpu_worker:Worker.__init__(vllm_config)",
@@ -321,10 +322,14 @@ class StageWorker(_Base):  # type: ignore[misc]
 
     def _skip_numbers(self, generator: torch.Generator | None, count: int) -> None:
         """Let vLLM's sampler draw ``count`` tokens with a request's generator, if it has one, and drop them."""
-        if generator is not None:
-            logits = torch.zeros(1, self.model_runner.input_batch.vocab_size, device=self.device)
-            for _ in range(count):
-                self.model_runner.sampler.topk_topp_sampler(logits, {0: generator}, None, None)
+        if generator is None:
+            return
+        sampler = self.model_runner.sampler.topk_topp_sampler
+        # On a CPU a generator gives one number for each token, elsewhere one for each entry of the vocabulary.
+        is_one = sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel
+        logits = torch.zeros(1, 1 if is_one else self.model_runner.input_batch.vocab_size, device=self.device)
+        for _ in range(count):
+            sampler(logits, {0: generator}, None, None)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         batch = self.model_runner.input_batch

@@ -187,6 +187,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         request = self._requests.get(request_id)
         if request is not None and request.internal_id:
             self._llm.abort_request([str(request_id)])
+            self._begun = [each for each in self._begun if each[0] is not request]
             self._free_ended()
         super().abort(request_id)
 

@@ -150,7 +150,8 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
 
     def _put_out(self, request: R, computed: int) -> Iterator[StageOutput]:
         """Put outputs out again. computed: the answer's positions whose rows are there; negative: in the prompt."""
-        for tokens in request.behind[request.put_out :]:
+        while request.put_out < len(request.behind):
+            tokens = request.behind[request.put_out]
             if request.answer.tokens + len(tokens) - 1 > computed:
                 break
             request.put_out += 1
