@@ -28,13 +28,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "tokens": {**OWN, "seed": 4, "detokenize": False},
     "intervals": {**OWN, "seed": 4, "stream_interval": 3},
     "words": {"max_tokens": 12, "bad_words": ["the ocean", " sea", "vast"]},
-    "repeated": {
-        **OWN,
-        "max_tokens": 30,
-        "seed": 8,
-        "top_k": 1,
-        "repetition_detection": {"max_pattern_size": 3, "min_count": 3},
-    },
+    "repeated": {**OWN, "seed": 8, "top_k": 1, "repetition_detection": {"max_pattern_size": 1, "min_count": 2}},
     "logprobs": {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 12, "logprobs": 2},
     "prompt": {"max_tokens": 12, "prompt_logprobs": 1},
     "structured": {"structured_outputs": {"regex": "[0-9]{4}-[0-9]{2}"}, "seed": 2, "max_tokens": 12},
@@ -98,6 +92,7 @@ def test_a_resumed_answer_is_the_same_answer(driver: Any, name: str) -> None:
     reported = sum(len(output.data.get("logprobs", ())) for output in whole)
     assert reported == ("logprobs" in params) * total
     assert sum(len(output.decisions) for output in whole) == total
+    assert (whole[-1].data["finish_reason"] == "repetition") == (name == "repeated")
     for cut in (1, len(whole) // 2, len(whole)):
         for needed_from in (0, cut):
             journal = [output.decisions for output in whole[:cut]]
