@@ -58,12 +58,20 @@ class Deaths:
         self._changes.unpark_all()
         requests = self._listener.on_worker_lost(replica.address, replica.generation, exit, now)
         outage.requests += requests
-        worker_log.died(replica, exit, requests)
+        is_reported = giving_up.cannot_load(replica) and not replica.added
+        is_logged = not is_reported or any(each.state is not ReplicaState.FAILED for each in self.of_stage(replica))
+        if is_logged:  # else the caller of ``OmniSystem.open`` reports it
+            worker_log.died(replica, exit, requests)
         if why is not None:
             replica.failure = StageFailed(replica.address.stage, replica.address.replica, why, replica.history)
             replica.failure.__cause__ = incarnation.start_error
             ended = self._listener.on_stage_failed(replica.failure)
-            worker_log.given_up(replica, exit, why, ended)
+            if is_logged:
+                worker_log.given_up(replica, exit, why, ended)
+
+    def of_stage(self, replica: Replica) -> list[Replica]:
+        """Return the replicas of the same stage, this one included."""
+        return [each for each in self._replicas.values() if each.address.stage == replica.address.stage]
 
     def _plan_restart(self, replica: Replica, now: float, *, counts: bool) -> None:
         """Set the delay of a restart, and stop giving work to the replicas that are restarted with this one."""

@@ -12,7 +12,7 @@ def why_given_up(replica: Replica, exit: WorkerExit, *, counts: bool) -> str | N
     policy, incarnation = replica.policy, replica.incarnation
     if incarnation.stopped_with_another:
         return f"{exit}; it is temporary" if policy.type == "temporary" else None
-    if _cannot_load(replica):
+    if cannot_load(replica):
         return incarnation.load_error
     if incarnation.took_back:
         return None
@@ -31,9 +31,9 @@ def plan_retry(replica: Replica, exit: WorkerExit, now: float) -> None:
     replica.retry_at = None
     if incarnation.ready.is_set() and now - incarnation.ready_at > policy.period_s:
         replica.failed_tries = 0
-    if _cannot_load(replica):
+    if cannot_load(replica):
         replica.recent_restarts = (now,) * policy.intensity  # none is left for the next try
-    is_reported = replica.added and _cannot_load(replica)
+    is_reported = replica.added and cannot_load(replica)
     if incarnation.stopped_with_another or is_reported or restart.why_never_restarted(policy, exit):
         return
     delay_s = restart.retry_delay_s(policy, replica.failed_tries)
@@ -41,6 +41,6 @@ def plan_retry(replica: Replica, exit: WorkerExit, now: float) -> None:
     replica.failed_tries += 1
 
 
-def _cannot_load(replica: Replica) -> bool:
+def cannot_load(replica: Replica) -> bool:
     """Whether a replica's first worker failed to load: then it is not restarted at once."""
     return replica.incarnation.load_error is not None and replica.generation == replica.earlier + 1

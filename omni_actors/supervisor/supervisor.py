@@ -293,11 +293,7 @@ class Supervisor:
         """Configure and connect a worker, and deliver its messages and outputs until it dies."""
         fence, parts = self._listener.newest_request(), self.desired.parts(replica.address.stage)
         replica.incarnation.parts, desired = parts, tuple(part.desired for part in parts)
-        behind = any(
-            each.state is ReplicaState.READY
-            for address, each in self.replicas.items()
-            if address.stage == replica.address.stage
-        )
+        behind = any(each.state is ReplicaState.READY for each in self._deaths.of_stage(replica))
         worker.mailbox.post(messages.Configure(replica.spec, fence, desired, behind))
         try:
             output = self._edges.connect_worker(replica.spec, replica.post, replica.kill)

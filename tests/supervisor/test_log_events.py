@@ -130,17 +130,26 @@ async def test_a_replica_is_given_up_with_its_reason_and_its_retry(
     assert "0 restarts were tried" in given_up.reason
 
 
-async def test_a_stage_that_cannot_load_is_logged_and_tried_again(
+@pytest.mark.parametrize(("replicas", "logged"), [(1, []), (2, [WorkerDied, ReplicaGivenUp])])
+async def test_a_stage_that_cannot_load_is_left_to_the_caller_of_open(
+    autojump_clock: trio.testing.MockClock,
+    caplog: pytest.LogCaptureFixture,
+    replicas: int,
+    logged: list[type[LogEvent]],
+) -> None:
+    system = SimulatedSystem(ONE, replicas=replicas)
+    system.unspawnable.add("one")
+    async with system.running():
+        assert all(each.state is ReplicaState.FAILED for each in system.supervisor.replicas.values())
+    assert [type(event) for event in events(caplog)] == logged, "not the failure of the last replica"
+
+
+async def test_a_stage_that_could_not_load_is_tried_again_and_each_try_is_logged(
     autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     system = SimulatedSystem(ONE)
     system.unspawnable.add("one")
     async with system.running():
-        died, given_up = events(caplog)
-        assert isinstance(died, WorkerDied)
-        assert isinstance(given_up, ReplicaGivenUp)
-        assert given_up.retry_in_s is not None
-        caplog.clear()
         while not any(isinstance(event, ReplicaGivenUp) for event in events(caplog)):
             await system.supervisor.changes.park()
         assert sum(isinstance(event, WorkerDied) for event in events(caplog)) == 1, "a try has one worker"
