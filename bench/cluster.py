@@ -60,7 +60,7 @@ LENGTHS = {"omni": {"max_tokens": 24, "talker_max_tokens": 25}, "voice": {"max_t
 TOGETHER = 4
 """How many requests are sent at once to measure throughput."""
 RAY_CPUS = 4
-"""Of each node, as Ray counts them: the systems are open at the same time, and each reserves a CPU for each worker."""
+"""CPUs that each Ray node claims to have: each system reserves one for each worker, and all are open at once."""
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 """Where version 1 of control groups has its CPU controller."""
 SETTLE_S = 11.0
