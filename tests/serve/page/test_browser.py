@@ -84,6 +84,25 @@ def test_a_typed_question_is_answered_while_a_stage_is_killed(lively: Server, fi
         assert page.errors == []
 
 
+@pytest.mark.slow
+def test_a_new_replica_shows_how_much_of_the_time_of_its_stage_it_has_loaded(start: Start) -> None:
+    options = ("--enable-admin", "-s", "stages.mind.options.load_s=0.6")
+    with start(*options, api_key="sesame") as server, open_page() as page:
+        page.open(server.url)
+        page.evaluate("sessionStorage['omni_actors.key'] = 'sesame'")
+        page.open(server.url)
+        page.wait(f"document.querySelector({json.dumps(in_stage('mind', '.replica'))})")
+        page.evaluate(f"window.loaded = []; void setInterval(() => loaded.push(...{LOADED}), 20)")
+        server.http.post("/scale", json={"stage": "mind", "replicas": 2}).raise_for_status()
+        page.wait("loaded.length > 0")
+        ready = json.dumps(in_stage("mind", "[data-state=ready]"))
+        page.wait(f"document.querySelectorAll({ready}).length === 2")
+        loaded = page.evaluate("loaded")
+        assert loaded == sorted(loaded)
+        assert 0 < loaded[-1] <= 100
+        assert [error for error in page.errors if "401" not in error] == [], "the first visit has no key"
+
+
 def begin(page: Page, server: Server) -> None:
     """Open the page, and have an answer begin."""
     page.resize(1280, 900)

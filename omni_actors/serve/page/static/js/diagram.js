@@ -10,7 +10,8 @@ import { bytes, html, seconds, useLayoutEffect, useRef, useState } from "./view.
 const DASHES = 12; // pixels of a dash and the gap after it, as in page.css
 const DASH_MS = 58; // for one of them
 
-function Replica({ stage, number, replica, recovered, loading, hasChaos, limit }) {
+// usual: the load time of an earlier worker of the stage, seconds.
+function Replica({ stage, number, replica, recovered, loading, usual, hasChaos, limit }) {
   useClock(100, Boolean(replica.down_since));
   const label = replica.standby && replica.state === "ready" ? "standby" : replica.state;
   const down = replica.down_since ? Math.max(0, serverTime() - replica.down_since) : null;
@@ -21,24 +22,29 @@ function Replica({ stage, number, replica, recovered, loading, hasChaos, limit }
       <span class="figures">${replica.pid ? html`<span class="unit">pid </span>${replica.pid}`
         : "no worker"} · g${replica.generation}</span></div>
     <div class="line minor">${down !== null ? html`<span class="clock" role="timer">down ${seconds(down)}</span>
-          ${loading && replica.load_s ? html`<${Loading} since=${loading.since} usual=${replica.load_s}
-            note=${replica.note} />` : null}`
+          ${loading && usual ? html`<${Loading} since=${loading.since} usual=${usual} note=${replica.note} />` : null}`
         : recovered !== undefined ? html`<span class="recovered"
           title="from the latest death until the replica was ready">recovered in ${seconds(recovered)}</span>`
         : replica.state === "ready" ? html`<span>loaded in ${seconds(replica.load_s)}</span>`
+        : loading && usual ? html`<${Loading} since=${loading.since} usual=${usual} note=${replica.note} />`
         : html`<span class="load"><i></i><span>${replica.note}</span></span>`}
       <span class="figures">${replica.requests ? `${replica.requests} active` : ""}</span></div>
     ${hasChaos ? html`<${Faults} ...${{ stage, number, replica, limit }} />` : null}
   </div>`;
 }
 
-// How much of the usual time a worker has loaded: of the time that the worker before it took.
+// How much of the usual time a worker has loaded.
 function Loading({ since, usual, note }) {
   const percent = Math.round(100 * Math.max(0, Math.min(1, (serverTime() - since) / usual)));
   const background = `linear-gradient(90deg, var(--amber) ${percent}%, var(--line) 0)`;
-  return html`<span class="load" title=${`the worker before loaded in ${seconds(usual)}`}>
+  return html`<span class="load" title=${`an earlier worker of this stage loaded in ${seconds(usual)}`}>
     <i role="progressbar" aria-label="loading" aria-valuenow=${percent} style=${{ animation: "none", background }} />
     <span>${note}</span></span>`;
+}
+
+// Returns how long a worker of the stage took to load, seconds; undefined: none has yet.
+function loadTime(stage) {
+  return Object.values(stage.replicas).find((each) => each.load_s)?.load_s;
 }
 
 const FAULTS = {
@@ -127,7 +133,8 @@ export function Diagram({ hasChaos }) {
         <header><b title=${name}>${name}</b><span>${stage.engine.split(":").pop()}</span></header>
         ${Object.entries(stage.replicas).map(([number, replica]) => html`<${Replica} key=${number} stage=${name}
           number=${number} replica=${replica} recovered=${recoveries[`${name}.${number}`]}
-          loading=${loading[`${name}.${number}`]} hasChaos=${hasChaos} limit=${stage.step_timeout_s} />`)}
+          loading=${loading[`${name}.${number}`]} usual=${replica.load_s || loadTime(stage)} hasChaos=${hasChaos}
+          limit=${stage.step_timeout_s} />`)}
         ${Object.keys(stage.replicas).length ? null : html`<p class="minor">no replica</p>`}
       </article>`) : null}
     </div>
