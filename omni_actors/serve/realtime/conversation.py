@@ -1,4 +1,4 @@
-"""The conversation of a session: its items in order, within bounds, and as the pipeline takes it.
+"""The conversation of a session: its items in order, within bounds.
 
 Rules
 1. The conversation has at most ``max_items`` items and ``max_bytes`` bytes of text and recordings. To make room for a
@@ -6,27 +6,19 @@ Rules
    allows it; messages of the system stay. A call of a function and its outputs leave together, and a call that waits
    for its output leaves last. An item that still does not fit is refused, and nothing is dropped for it.
 2. Sound of the assistant is not kept.
-3. Where the pipeline has a transcriber, the words of a recording stand for it. A recording whose transcript failed is
-   left out, and the rest of its item is not.
-4. An output of a function needs its call: without it, the client's item is refused. If the call is not a part of a
-   request, the output is not either. A call whose arguments are no JSON object within the bounds of
-   ``checked_arguments`` is a part of no request; a model may write such ones. Nor is an unfinished call (``Response``).
+3. An output of a function needs its call: without it, the client's item is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import trio
 
 from omni_actors.errors import OmniError
-from omni_actors.outputs import AudioChunk
-from omni_actors.serve.api.tools import FunctionCall as ChatFunctionCall
-from omni_actors.serve.api.tools import ToolCall, checked_arguments
-from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
+from omni_actors.serve.http.errors import bad_request, quote_value
 from omni_actors.serve.media.base64_data import to_base64_json
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Item, Message, wire
@@ -309,93 +301,3 @@ def require_call(item: Item, entries: Sequence[Entry], param: str) -> None:
     if not any(isinstance(each.item, FunctionCall) and each.item.call_id == item.call_id for each in entries):
         message = f"{param}.call_id: there is no call {quote_value(item.call_id)}"
         raise bad_request(message, f"{param}.call_id", "invalid_tool_call_id")
-
-
-GREETING = "The conversation begins. Greet the user in one short sentence."
-
-
-async def chat_messages(
-    entries: Sequence[Entry], instructions: str, *, transcribed: bool
-) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
-    """Return the messages of a conversation, and its recordings, to which the messages refer by index.
-
-    entries: without unfinished calls. transcribed: whether the pipeline has a transcriber (rule 3). The words are known
-    then, or their error is.
-
-    If there is nothing to answer, as before the first turn of a session without instructions, the model is asked for a
-    greeting. There is a checkpoint after each recording and each call, because there may be many.
-    """
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    clips: list[AudioChunk] = []
-    calls = await _calls(entries)
-    call_ids = {entry.call_id for entry in calls}
-    for entry in entries:
-        match entry.item:
-            case Message() as item:
-                if content := await _content(entry, item, clips, transcribed=transcribed):
-                    messages.append({"role": item.role, "content": content})
-            case FunctionCall() if entry in calls:
-                messages.append({"role": "assistant", "content": "", "tool_calls": [calls[entry]]})
-            case FunctionCallOutput() as item if item.call_id in call_ids:
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
-    return messages or [{"role": "system", "content": GREETING}], clips
-
-
-def join_neighbours(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join messages of one role in a row, but the outputs of calls, and a call and a text of the assistant behind it.
-
-    Some chat templates refuse any other. An answer that was cut before its first word leaves two messages of the user,
-    for example.
-    """
-    joined: list[dict[str, Any]] = []
-    for message in messages:
-        last: dict[str, Any] = joined[-1] if joined else {}
-        has_called = "tool_calls" in last and "tool_calls" not in message
-        if last.get("role") != message["role"] or message["role"] == "tool" or has_called:
-            joined.append(dict(message))
-            continue
-        last["content"] = _joined(last["content"], message["content"])
-        if "tool_calls" in message:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
-    return joined
-
-
-def _joined(one: str | list[dict[str, Any]], other: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Join the contents of two messages."""
-    if isinstance(one, str) and isinstance(other, str):
-        return "\n".join(text for text in (one, other) if text)
-    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (one, other)]
-    return [part for each in parts for part in each if part.get("text") != ""]
-
-
-async def _calls(entries: Sequence[Entry]) -> dict[Entry, dict[str, Any]]:
-    """Return the calls that a request can have (rule 4), as the pipeline takes them."""
-    found: dict[Entry, dict[str, Any]] = {}
-    for entry in entries:
-        if isinstance(item := entry.item, FunctionCall):
-            with suppress(HTTPError):
-                function = {"name": item.name, "arguments": await checked_arguments(call_of(item), "arguments")}
-                found[entry] = {"id": item.call_id, "type": "function", "function": function}
-    return found
-
-
-def call_of(item: FunctionCall) -> ToolCall:
-    """Return a call as the chat API has it."""
-    return ToolCall(item.call_id, ChatFunctionCall(item.name, item.arguments))
-
-
-async def _content(
-    entry: Entry, item: Message, clips: list[AudioChunk], *, transcribed: bool
-) -> str | list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    for index, part in enumerate(item.content):
-        recording = entry.recordings.get(index)
-        if recording is not None and not transcribed:
-            parts.append({"type": "audio", "index": len(clips)})
-            clips.append(recording.clip())
-            await trio.lowlevel.checkpoint()  # a long recording takes milliseconds to decode
-        elif part.words:
-            parts.append({"type": "text", "text": part.words})
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts

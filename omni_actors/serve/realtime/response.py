@@ -25,7 +25,8 @@ from omni_actors.generation import Generation
 from omni_actors.outputs import AudioChunk, Output
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.http.errors import HTTPError
-from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages, join_neighbours
+from omni_actors.serve.realtime.chat_messages import chat_messages, join_neighbours
+from omni_actors.serve.realtime.conversation import Conversation, Entry
 from omni_actors.serve.realtime.outbox import Outbox, error_object
 from omni_actors.serve.realtime.pacer import Pacer
 from omni_actors.serve.realtime.pipeline import SessionPipeline

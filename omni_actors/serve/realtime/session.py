@@ -31,8 +31,9 @@ from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.http.websocket import Drain
 from omni_actors.serve.media.base64_data import from_base64
 from omni_actors.serve.realtime import events
+from omni_actors.serve.realtime.chat_messages import call_of
 from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, to_wire, updated
-from omni_actors.serve.realtime.conversation import Conversation, Entry, call_of
+from omni_actors.serve.realtime.conversation import Conversation, Entry
 from omni_actors.serve.realtime.input_audio import InputAudio, Recording, recording_of
 from omni_actors.serve.realtime.items import (
     FunctionCall,

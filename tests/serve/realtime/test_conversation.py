@@ -12,8 +12,9 @@ import trio
 
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.realtime.chat_messages import chat_messages, join_neighbours
 from omni_actors.serve.realtime.config import PCMU, ResponseParams, SessionConfig
-from omni_actors.serve.realtime.conversation import Conversation, Entry, chat_messages, join_neighbours
+from omni_actors.serve.realtime.conversation import Conversation, Entry
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part, check_item
 from omni_actors.serve.realtime.response import Response
