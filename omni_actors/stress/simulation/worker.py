@@ -16,7 +16,6 @@ import os
 import pkgutil
 import select
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -27,9 +26,10 @@ from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import MailboxFull, available
 from omni_actors.protocol.packets import Envelope, close_all
 from omni_actors.stages.base import StageContext, StageEngine
+from omni_actors.stress.simulation.control import SimulatedControl
 from omni_actors.stress.simulation.fault_points import PlannedKill, add_fault_points
 from omni_actors.supervisor.process import Worker
-from omni_actors.worker.control import AttachCheckpoint, AttachRing, Command, Control
+from omni_actors.worker.control import AttachCheckpoint, AttachRing, Command
 from omni_actors.worker.engine_loop import EngineLoop
 from ringbuf import Ring
 
@@ -98,11 +98,7 @@ class SimulatedWorker(Worker):
         """Descriptors in messages that were not received: those to it, and those that it has not sent."""
         self._attached: list[AttachCheckpoint] = []
         """The commands that had descriptors of checkpoint memory."""
-        self._control = _SimulatedControl(self)
-        self._arrived: list[tuple[messages.ControlMessage, tuple[int, ...]]] = []
-        """What its control socket holds."""
-        self.arrived_bell, self.command_bell = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
-        """Readable while its control socket holds anything, and a command that wakes it."""
+        self._control = SimulatedControl(self)
         self.rings: list[Ring] = []
         self.planned_death: tuple[int, BaseException] | None = None
         """After how many more fault points (see rule 2) it dies inside a turn, and of what."""
@@ -235,21 +231,10 @@ class SimulatedWorker(Worker):
     async def _deliver(self) -> None:
         """Move messages to the socket, later than they were posted: what was sent through a ring may arrive earlier."""
         while True:
-            message, fds, wakes = await self._next()
-            self._arrived.append((message, fds))
-            os.eventfd_write(self.arrived_bell, 1)
-            if wakes:
-                os.eventfd_write(self.command_bell, 1)
+            self._control.deliver(*await self._next())
 
-    def commands(self) -> list[Command]:
-        """As ``Control.commands``."""
-        for bell in (self.arrived_bell, self.command_bell):
-            with suppress(BlockingIOError):
-                os.eventfd_read(bell)
-        arrived, self._arrived = self._arrived, []
-        return [self._command(message, fds) for message, fds in arrived]
-
-    def _command(self, message: messages.ControlMessage, fds: tuple[int, ...]) -> Command:
+    def command(self, message: messages.ControlMessage, fds: tuple[int, ...]) -> Command:
+        """Return a message as its engine loop takes it. The loop owns the descriptors then."""
         if isinstance(message, messages.Connect):
             self._fds.difference_update(fds)
             ring = Ring.attach(fds, generation=message.generation)
@@ -372,33 +357,4 @@ class SimulatedWorker(Worker):
         self._fds.update(fd for _, fds in available(self.incoming) for fd in fds)
         close_all([*self._fds])
         self._bells.close()
-        os.close(self.arrived_bell)
-        os.close(self.command_bell)
-
-
-class _SimulatedControl(Control):
-    """The control connection as the worker's engine loop sees it."""
-
-    def __init__(self, worker: SimulatedWorker) -> None:
-        super().__init__()
-        self._worker = worker
-
-    def add(self, notice: messages.ControlMessage, fds: tuple[int, ...] = ()) -> None:
-        self._worker.own(fds)
-        super().add(notice, fds)
-
-    def warn(self, text: str) -> None:
-        self._worker.note(text)
-
-    def fileno(self) -> int:
-        return self._worker.arrived_bell
-
-    def bell(self) -> int:
-        return self._worker.command_bell
-
-    def commands(self) -> Sequence[Command]:
-        return self._worker.commands()
-
-    def _write(self, notices: Sequence[Envelope]) -> None:
-        for message, fds in notices:
-            self._worker.notify(message, fds)
+        self._control.free()
