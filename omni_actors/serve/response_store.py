@@ -1,7 +1,9 @@
 """The responses of /v1/responses that the server remembers, in memory.
 
 Rules
-1. The newest responses stay: at most ``MAX_RESPONSES`` with ``MAX_BYTES`` together. A restart forgets all.
+1. The newest responses stay: at most ``MAX_RESPONSES`` with ``MAX_BYTES`` together. A restart forgets all. Beyond
+   that, the oldest response leaves of the address that takes the largest share of either limit. So no client can make
+   the server forget what others have stored.
 2. A response is kept with its whole conversation, files included. Conversations share their messages in memory; each
    is counted in full, so the real memory is below the bound.
 3. A running response is known by its id while its stream runs, so that it can be looked at and cancelled.
@@ -10,9 +12,10 @@ Rules
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,9 +29,11 @@ MAX_BYTES = 64 << 20
 class StoredResponse(NamedTuple):
     """A response that has ended.
 
-    body: its object, as JSON. messages: its conversation without instructions, the answer included. size: in bytes.
+    address: of the client. body: its object, as JSON. messages: its conversation without instructions, the answer
+    included. size: in bytes.
     """
 
+    address: str
     body: bytes
     messages: tuple[ChatMessage, ...]
     size: int
@@ -41,29 +46,48 @@ class RunningResponse(NamedTuple):
     cancel: Callable[[], None]
 
 
+@dataclass
+class _Share:
+    """What the responses of one address take. ids: of these, the oldest first."""
+
+    ids: dict[str, None] = field(default_factory=dict)
+    bytes: int = 0
+
+
 class ResponseStore:
     """Remembers responses by id."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._stored: dict[str, StoredResponse] = {}
+        self._shares: defaultdict[str, _Share] = defaultdict(_Share)
+        """By address."""
         self._running: dict[str, RunningResponse] = {}
         self.bytes = 0
         """Of all stored responses."""
 
-    def put(self, id: str, body: dict[str, Any], messages: Sequence[ChatMessage]) -> bool:
-        """Store a response, and forget the oldest ones if there is no room. Return False if it is too large itself."""
+    def put(self, id: str, body: dict[str, Any], messages: Sequence[ChatMessage], address: str) -> bool:
+        """Store a response of the client at ``address``, and forget others if there is no room (rule 1).
+
+        Returns False if there is no room for this one.
+        """
         encoded = msgspec.json.encode(body)
-        response = StoredResponse(encoded, tuple(messages), len(encoded) + size_of(messages))
+        response = StoredResponse(address, encoded, tuple(messages), len(encoded) + size_of(messages))
         if response.size > self._max_bytes:
             return False
         self.delete(id)
         self._stored[id] = response
         self.bytes += response.size
+        share = self._shares[address]
+        share.ids[id] = None
+        share.bytes += response.size
         while len(self._stored) > self._max_responses or self.bytes > self._max_bytes:
-            _, oldest = self._stored.popitem(last=False)
-            self.bytes -= oldest.size
-        return True
+            self.delete(next(iter(max(self._shares.values(), key=self._portion).ids)))
+        return id in self._stored
+
+    def _portion(self, share: _Share) -> float:
+        """Return the larger one of the parts of the two limits that an address takes."""
+        return max(len(share.ids) / self._max_responses, share.bytes / self._max_bytes)
 
     def get(self, id: str) -> StoredResponse | None:
         """Return a stored response."""
@@ -72,9 +96,15 @@ class ResponseStore:
     def delete(self, id: str) -> bool:
         """Forget a stored response. Returns whether it was there."""
         found = self._stored.pop(id, None)
-        if found is not None:
-            self.bytes -= found.size
-        return found is not None
+        if found is None:
+            return False
+        self.bytes -= found.size
+        share = self._shares[found.address]
+        share.bytes -= found.size
+        del share.ids[id]
+        if not share.ids:
+            del self._shares[found.address]
+        return True
 
     def running(self, id: str) -> RunningResponse | None:
         """Return a response whose stream runs."""

@@ -60,15 +60,15 @@ class StateFeed:
         self._viewers[address] += 1
         try:
             self._refresh()
-            yield event(self._state, "state")
             seen, sent_at = self._version, trio.current_time()
+            yield event(self._state, "state")  # it may take as long as the viewer takes to read
             while not self._is_draining():
                 await trio.sleep_until(self._next_read)
                 self._refresh()
                 now = trio.current_time()
                 if seen != self._version:
-                    yield self._since(seen)
-                    seen, sent_at = self._version, now
+                    piece, seen, sent_at = self._since(seen), self._version, now
+                    yield piece
                 elif now - sent_at > COMMENT_S:
                     yield _COMMENT
                     sent_at = now

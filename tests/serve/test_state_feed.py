@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from contextlib import aclosing
 from typing import Any
 
+import pytest
 import trio
 
-from omni_actors.serve.state_feed import StateFeed
+from omni_actors.serve.state_feed import KEPT, StateFeed
 from omni_actors.system import LiveState
 
 
@@ -19,24 +21,48 @@ def _document(piece: bytes) -> dict[str, Any]:
     return found
 
 
-async def test_a_new_viewer_of_an_idle_system_gets_its_time_now(autojump_clock: trio.testing.MockClock) -> None:
-    def read() -> LiveState:
-        return LiveState(
-            at=trio.current_time(),
-            pipeline="idle",
-            ready=True,
-            errored=False,
-            in_flight=0,
-            waiting=0,
-            max_requests=1,
-            stages={},
-            rings={},
-            requests={},
-        )
+def _state(waiting: int = 0) -> LiveState:
+    return LiveState(
+        at=trio.current_time(),
+        pipeline="idle",
+        ready=True,
+        errored=False,
+        in_flight=0,
+        waiting=waiting,
+        max_requests=1,
+        stages={},
+        rings={},
+        requests={},
+    )
 
-    feed = StateFeed(read, lambda: False)
+
+async def test_a_new_viewer_of_an_idle_system_gets_its_time_now(autojump_clock: trio.testing.MockClock) -> None:
+    feed = StateFeed(_state, lambda: False)
     async with aclosing(feed.events("a")) as first:
         began = _document(await anext(first))["at"]
         await trio.sleep(5000)
         async with aclosing(feed.events("a")) as second:
             assert _document(await anext(second))["at"] == began + 5000
+
+
+@pytest.mark.parametrize("changes", [3, KEPT, KEPT + 1])
+@pytest.mark.parametrize("seen", [0, 1])
+async def test_a_viewer_misses_no_change_while_it_reads_and_another_one_watches(
+    autojump_clock: trio.testing.MockClock, changes: int, seen: int
+) -> None:
+    """seen: how many changes the slow viewer has been sent when it begins to read slowly."""
+    reads = itertools.count()
+    feed = StateFeed(lambda: _state(waiting=next(reads)), lambda: False)
+    async with aclosing(feed.events("a")) as slow, aclosing(feed.events("b")) as other:
+        for _ in range(1 + seen):
+            known = _document(await anext(slow))["waiting"]
+        await anext(other)
+        for _ in range(changes):
+            await anext(other)
+        found = await anext(slow)
+        waiting = [json.loads(line.removeprefix(b"data: "))["waiting"] for line in found.splitlines() if b"{" in line]
+        if b"event: state" in found:
+            assert changes >= KEPT
+        else:
+            assert waiting == list(range(known + 1, known + 1 + len(waiting)))
+        assert waiting[-1] == next(reads) - 1

@@ -3,7 +3,7 @@
 Rules
 1. A request is a chat request in other words: ``response_input`` translates it, and ``chat.begin`` begins it.
 2. The server keeps a response and its conversation, files included, unless ``store`` is false (``response_store``). The
-   object of a response that is too large to be kept has ``store: false``.
+   object of a response for which there is no room has ``store: false``.
 3. Every key may read every response: a server has one key.
 """
 
@@ -49,6 +49,7 @@ _CALL = re.compile(r"input\[(?P<at>\d+)\]\.tool_calls(?:\[(?P<number>\d+)\]\.fun
 async def create(request: Request) -> Response:
     """Answer a conversation of items, as one JSON object or as server-sent events."""
     store: ResponseStore = request.app.state.responses
+    address = request.scope["client"][0]
     system, body, params = open_body(request, with_types(await read_json(request)), ResponsesRequest)
     _require_possible(body)
     history = _history(request, body)
@@ -66,7 +67,7 @@ async def create(request: Request) -> Response:
     answer = ResponseAnswer(body, completion)
 
     def keep() -> bytes:
-        if body.store and not store.put(answer.id, answer.object(), (*conversation, answer.message())):
+        if body.store and not store.put(answer.id, answer.object(), (*conversation, answer.message()), address):
             answer.set_not_stored()
         return answer.last_event()
 

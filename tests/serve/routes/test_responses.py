@@ -374,14 +374,33 @@ def test_a_store_keeps_the_newest_responses_within_its_bounds() -> None:
     store = ResponseStore(max_responses=3, max_bytes=4000)
     message = ChatMessage(role="user", content="x" * 500)
     for number in range(5):
-        store.put(str(number), {"n": number}, [message])
+        store.put(str(number), {"n": number}, [message], "a")
     assert [number for number in range(5) if store.get(str(number))] == [2, 3, 4]
-    store.put("large", {}, [message] * 5)
+    assert store.put("large", {}, [message] * 5, "a")
     assert store.get("large")
     assert store.bytes <= 4000
-    store.put("too large", {}, [message] * 9)
+    assert not store.put("too large", {}, [message] * 9, "a")
     assert store.get("too large") is None
     assert store.get("large")
     assert store.delete("large")
     assert not store.delete("large")
     assert store.bytes == sum(found.size for number in range(5) if (found := store.get(str(number))))
+
+
+@pytest.mark.parametrize(("count", "length"), [(30, 10), (3, 1900)])
+def test_no_address_makes_the_store_forget_the_responses_of_others(count: int, length: int) -> None:
+    store = ResponseStore(max_responses=10, max_bytes=4500)
+    small = ChatMessage(role="user", content="x" * 10)
+    kept = [f"{address}{number}" for address in "abc" for number in range(2)]
+    for id in kept:
+        assert store.put(id, {}, [small], id[0])
+    for number in range(count):
+        assert store.put(f"d{number}", {}, [ChatMessage(role="user", content="x" * length)], "d")
+    assert all(store.get(id) for id in kept)
+    assert store.get(f"d{count - 1}")
+    assert not store.get("d0")
+    assert not store.put("d", {}, [ChatMessage(role="user", content="x" * 4300)], "d"), (
+        "without those of others it fits"
+    )
+    assert all(store.get(id) for id in kept)
+    assert store.bytes == sum(store.get(id).size for id in kept)
