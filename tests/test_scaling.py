@@ -80,7 +80,7 @@ async def test_requests_that_are_left_after_the_drain_resume_elsewhere(autojump_
         for each in running:
             assert await numbers(each) == list(range(100))
         assert sorted(each.stream.request.replays for each in running) == [0, 0, 1, 1]
-        assert all(not each.stream.request.deaths.charged_replays for each in running)
+        assert all(not each.stream.request.deaths.charged for each in running)
 
 
 async def test_requests_of_a_killed_replica_resume_at_once(autojump_clock: trio.testing.MockClock) -> None:

@@ -125,7 +125,7 @@ async def test_changes_in_quick_succession_end_with_the_last_number(
         assert list(scaling.states.values()) == ["ready"]
         for each in running:
             assert await numbers(each) == list(range(60))
-            assert not each.stream.request.deaths.charged_replays
+            assert not each.stream.request.deaths.charged
 
 
 async def test_a_cancelled_drain_removes_no_replica_that_was_taken_back(autojump_clock: trio.testing.MockClock) -> None:

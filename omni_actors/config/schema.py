@@ -75,7 +75,7 @@ class Limits(Section, frozen=True, kw_only=True):
     pixel_steps: Positive = 2**30
     """Width × height × steps × n of the pictures of one prompt. One that needs more is refused (``InvalidRequest``)."""
     replays: Count = 2
-    """How often one request is replayed after the death of a worker, until a replay brings its client a new output. The
+    """How often one request is replayed after deaths in one stage, until a replay brings its client a new output. The
     bound ends a request that kills its stage: for one that may have, each replay counts, whatever it brings."""
     quarantine_s: Annotated[float, Meta(ge=0)] = 600.0
     """Seconds for which a request is refused after requests like it ended at least two workers; 0 means not at all."""

@@ -172,8 +172,6 @@ class Dispatcher:
         request.replays += 1
         request.restarted_stages.update(stages)
         deaths.restarted(stages)
-        deaths.charged_replays += deaths.latest_charged
-        deaths.latest_charged = False
         request.replay_state.restarted(placement)
         self._loads.update(placement.values())
         request.resumption.stages.update(stages)

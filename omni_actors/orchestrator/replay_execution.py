@@ -90,7 +90,7 @@ class ReplayExecution:
             on_failure=request.on_failure,
             recoverable=self._recoverable,
             failed=self.failed_stages.keys(),
-            charged=request.deaths.latest_charged,
+            charged=bool(request.deaths.to_charge),
             replays=request.deaths.charged_replays,
             limit=self._limits.replays,
         )
@@ -109,7 +109,7 @@ class ReplayExecution:
             case Replay():
                 self._dispatcher.try_dispatch(request)
             case Fail(reason, used_up):
-                is_convicted = request.deaths.latest_charged and self._suspects.convict(request)
+                is_convicted = bool(request.deaths.to_charge) and self._suspects.convict(request)
                 error = request.deaths.error(reason, retryable=not (used_up or is_convicted))
                 self._end(request, Event.FAIL, error)
             case Unavailable(stage):

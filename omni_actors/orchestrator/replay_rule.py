@@ -37,7 +37,7 @@ Otherwise, if any stage starts again, the first row that applies decides:
 
     the request was submitted with on_failure="fail"                                       Fail
     one of these stages has no replica left                                                Unavailable
-    the latest death is charged to the request, which has used up its ``limit`` replays    Fail, with that reason
+    a death is charged to the request, which has used up its ``limit`` replays of a stage  Fail, with that reason
     one of these stages is not recoverable, and its earlier output is in use               Fail, with that reason
     a living stage that feeds one of them cannot send again or compute again               Fail, with that reason
     the client feeds one of them, and live input was evicted                               Fail, with that reason
@@ -104,8 +104,8 @@ def decide_replay(
     on_failure: "replay" or "fail".
     recoverable: the stages that are deterministic or resumable (``stages.registry.EngineSpec``).
     failed: the stages without a replica left.
-    charged: whether the latest death is charged to the request (see ``trials``).
-    replays: how many replays were charged to it before.
+    charged: whether a death since the latest replay is charged to the request (see ``suspects``).
+    replays: how many replays were charged to it before, for that stage of these deaths with the most.
     limit: ``limits.replays``.
     """
     survey = _survey(state)

@@ -60,10 +60,11 @@ class Deaths:
     losses: list[Loss] = field(default_factory=list)
     """All of them, the earliest first."""
     latest: StageCrashed | None = None
-    latest_charged: bool = False
-    """Whether the replay after the latest death counts against ``limits.replays``."""
-    charged_replays: int = 0
-    """Charged replays since the client last got a new output of a stage that had started again, or is fed by one."""
+    to_charge: set[str] = field(default_factory=set)
+    """The stages whose deaths count against ``limits.replays`` with the next replay."""
+    charged: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Charged replays by stage, since the client last got a new output of a stage that had started again, or is fed by
+    one. Each stage is counted by itself, because several workers may die of one cause, one noticed after the other."""
     suspected: int = 0
     """The number of deaths that the request may have caused."""
 
@@ -71,6 +72,11 @@ class Deaths:
         """Record a death. at: when it was noticed, on trio's clock. stats: those of the stage, if it had finished."""
         self.losses.append(Loss(crash, time.monotonic(), at, stats))
         self.latest = crash
+
+    @property
+    def charged_replays(self) -> int:
+        """The charged replays of that stage, of those in ``to_charge``, which has the most."""
+        return max((self.charged[stage] for stage in self.to_charge), default=0)
 
     def cause(self, stages: Collection[str]) -> Loss:
         """Return the latest death of a stage among these, which start again; the latest of all if it is none of theirs.
@@ -85,6 +91,8 @@ class Deaths:
         for loss in self.losses:
             if loss.restarted is None and loss.crash.stage in stages:
                 loss.restarted = time.monotonic()
+        self.charged.update(self.to_charge)
+        self.to_charge.clear()
 
     def started(self, stage: str) -> None:
         """Record that the next incarnation of a stage has started."""
@@ -104,7 +112,7 @@ class Deaths:
             if loss.resumed is None and loss.crash.stage == stage:
                 loss.resumed = now
         if not self.suspected and any(loss.crash.stage in (stage, *upstream) for loss in restarted):
-            self.charged_replays = 0
+            self.charged.clear()
 
     def error(self, reason: str | None, *, retryable: bool = True) -> StageCrashed:
         """Return the error of a request that ends because of its latest death. reason: why it is not replayed."""

@@ -5,7 +5,7 @@ Rules
 2. A culprit that ends because of its deaths is quarantined, after two deaths or more. The requests of its unit end too.
 3. A culprit that ends in another way is remembered: a new request with its fingerprint is treated as a culprit.
 4. A signal that another process sent makes no suspects, and neither does the loss of a node or of a link between
-   nodes. That death is charged to all requests that the worker held.
+   nodes. That death is charged to all requests that the worker held, but for those that it had not started again yet.
    Without replays and without a quarantine there are no suspects either.
 5. When suspects are cleared or end, however many in one turn of the event loop, all waiting requests are looked at
    once, in the next turn. So the end of a unit of many requests takes time in proportion to their number.
@@ -117,7 +117,9 @@ class Suspects:
         unfinished = [each for each in running if each.replay_state.is_held_by(address) and stage not in each.stats]
         if not died_by_itself(exit) or not (self._limits.replays or self._limits.quarantine_s):
             for request in unfinished:
-                request.deaths.latest_charged = True
+                had_it = request.replay_state.stages[stage].phase is not Phase.RESTARTING
+                if had_it or died_by_itself(exit):  # else it may be a part of what ended the worker before
+                    request.deaths.to_charge.add(stage)
             return True
         failed = next((each for each in unfinished if each.number == failed_request), None)
         counts = self._trials.worker_died(address, unfinished, failed, trio.current_time())

@@ -193,8 +193,9 @@ class Trials:
         group.clear_other_half()
         if len(group.units) == 1:
             for each in suspects:
-                each.deaths.latest_charged = True
-                each.deaths.charged_replays = max(each.deaths.charged_replays, each.deaths.suspected - 1)
+                each.deaths.to_charge.add(address.stage)
+                charged = each.deaths.charged
+                charged[address.stage] = max(charged[address.stage], each.deaths.suspected - 1)
         return not known
 
     def return_replica(self, address: Address | None) -> None:

@@ -7,9 +7,9 @@ completed    equal to the oracle's output, byte for byte
 aborted      the harness aborted it, or paused generation or put a stage of its route to sleep meanwhile; its output so
              far is a prefix of the oracle's, as in all rows below
 dropped      the harness stopped reading it; its system must have forgotten it
-StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or was replayed
-             ``limits.replays`` times, or asked its engine to die, or a stage that died cannot be replayed. A worker
-             that was removed with its work counts as dead, but its end is not one of the ``limits.replays``
+StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or more than
+             ``limits.replays`` workers of one stage died, or it asked its engine to die, or a stage that died cannot
+             be replayed. A worker that was removed with its work counts as dead, but not as one of these
 Unavailable  a stage on its route was given up. The watch does not see that if a replica is added at the same moment, so
              a death in a stage that is being scaled is enough
 Asleep       a stage on its route was asleep, or on its way there or back, while it was in flight
@@ -146,7 +146,10 @@ class Closures:
 
 @dataclass(frozen=True)
 class Rules:
-    """What this run guarantees. replays: how often a request is replayed. replayed: stages whose death it survives."""
+    """What this run guarantees.
+
+    replays: how many deaths of workers of one stage a request survives. replayed: the stages whose death it survives.
+    """
 
     replays: int
     replayed: frozenset[str]
@@ -220,11 +223,12 @@ def _check_error(
             if not touched:
                 return Violation("disturbed", f"{facts}, but no stage of its route died")
             may_fail = request.on_failure == "fail" or request.hooks is not None
-            counted = sum(REMOVED not in death.exit for death in touched)
+            by_stage = Counter(death.stage for death in touched if REMOVED not in death.exit)
+            counted = max(by_stage.values(), default=0)
             can_resume = rules.replays > 0 and {death.stage for death in touched} <= rules.replayed
             if may_fail or not can_resume or counted > rules.replays or _is_convicted(request.error, deaths, rules):
                 return None
-            survived = f"after {counted} of the {rules.replays} deaths that it must survive"
+            survived = f"after {counted} of the {rules.replays} deaths in a stage that it must survive"
             return Violation("lost", f"{facts}, {survived}")
         case _:
             return Violation("lost", facts)

@@ -58,13 +58,12 @@ class Stage:
         self.deaths += 1
         counts = self.trials.worker_died(WORKER, unfinished, failed, self.now)
         for each in unfinished:
-            if each.deaths.latest_charged and each.deaths.charged_replays >= self.limit:
+            if each.deaths.to_charge and each.deaths.charged_replays >= self.limit:
                 self.ended += [each, *self.trials.requests_of_unit(each)]
                 for other in self.trials.requests_of_unit(each):
                     self.trials.drop(other)
                 self.trials.drop(each)
-            each.deaths.charged_replays += each.deaths.latest_charged
-            each.deaths.latest_charged = False
+            each.deaths.restarted([])
         return counts
 
     def run(self) -> None:
@@ -104,7 +103,7 @@ def test_the_culprit_among_six_is_found_in_few_deaths_and_others_lose_no_replay(
     assert stage.deaths <= 4
     innocent = [each for each in requests if each is not requests[place]]
     assert sorted(stage.done, key=lambda each: each.number or 0) == innocent
-    assert not any(each.deaths.charged_replays for each in innocent)
+    assert not any(each.deaths.charged for each in innocent)
 
 
 def test_requests_with_one_fingerprint_are_tried_once() -> None:
@@ -130,7 +129,7 @@ def test_every_culprit_is_found_and_no_other_request_is_charged(guilty: list[boo
         stage.run()
         assert set(stage.ended) == poison
         assert set(stage.done) == set(requests) - poison
-        assert not any(each.deaths.charged_replays for each in stage.done)
+        assert not any(each.deaths.charged for each in stage.done)
         assert stage.deaths <= 1 + len(poison) * (limit + 1 + math.log2(len(requests)) * 2)
 
 

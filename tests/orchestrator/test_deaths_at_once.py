@@ -1,0 +1,93 @@
+"""Workers of all stages of a pipeline die at once, as with a lost GPU host: on simulated workers, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import trio
+
+from omni_actors.config import Pipeline, Stage
+from omni_actors.errors import StageCrashed
+from omni_actors.orchestrator.pieces import Input
+from omni_actors.stress.simulation.spawner import SimulatedSpawner
+from omni_actors.stress.simulation.worker import SimulatedWorker, WorkerBehavior
+from omni_actors.system import OmniSystem
+from tests.support.echo_systems import OFTEN
+
+STAGES = ("first", "second", "third")
+PIECES = 30
+WATCHDOG_S = 1000.0
+"""Virtual."""
+
+
+def pipeline(**each: Any) -> Pipeline:
+    """Three stages with the default limits. each: fields of every stage."""
+    stages = {
+        name: Stage(
+            engine="echo",
+            **({"inputs": (before,)} if before else {"accepts": ("script",)}),
+            emits="audio" if name == STAGES[-1] else None,
+            restart=OFTEN,
+            **each,
+        )
+        for before, name in zip(("", *STAGES), STAGES, strict=False)
+    }
+    return Pipeline(name="deaths", stages=stages)
+
+
+async def check_answers(each: dict[str, Any], deaths: Sequence[str], delay_s: float) -> list[BaseException | None]:
+    """Kill all workers that serve these stages when an answer has begun. Returns how each request ended.
+
+    delay_s: between two deaths.
+    """
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(load_s=1.0, turn_s=0.01), lambda note: None)
+    ends: list[BaseException | None] = []
+
+    async def ask(has_begun: trio.Event) -> None:
+        inputs = {"script": [Input({"n": i}) for i in range(PIECES)]}
+        outputs = []
+        try:
+            async for output in omni.submit(inputs, ["audio"]):
+                has_begun.set()
+                outputs.append(output.data["n"])
+        except StageCrashed as error:
+            ends.append(error)
+        else:
+            assert outputs == list(range(PIECES))
+            ends.append(None)
+
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(pipeline(**each), spawner=spawner) as omni, trio.open_nursery() as nursery:
+            has_begun = [trio.Event() for _ in range(4)]
+            for event in has_begun:
+                nursery.start_soon(ask, event)
+            for event in has_begun:
+                await event.wait()
+            victims = [worker for stage in deaths for worker in serving(omni, spawner, stage)]
+            for victim in victims:
+                victim.kill()
+                await trio.sleep(delay_s)
+    return ends
+
+
+def serving(omni: OmniSystem, spawner: SimulatedSpawner, stage: str) -> list[SimulatedWorker]:
+    pids = {each.pid for each in omni.health().stages[stage] if not each.standby}
+    return [worker for worker in spawner.workers if worker.pid in pids]
+
+
+@pytest.mark.parametrize("each", [{}, {"standby": 1}, {"replicas": 2}, {"replicas": 2, "standby": 1}], ids=str)
+@pytest.mark.parametrize("deaths", [STAGES, STAGES[::-1]], ids=["first to last", "last to first"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.005])
+async def test_requests_survive_the_death_of_every_stage_at_once(
+    each: dict[str, Any], deaths: Sequence[str], delay_s: float, autojump_clock: trio.testing.MockClock
+) -> None:
+    assert await check_answers(each, deaths, delay_s) == [None] * 4
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.005])
+async def test_requests_survive_the_death_of_all_replicas_of_a_stage_but_the_last_one(
+    delay_s: float, autojump_clock: trio.testing.MockClock
+) -> None:
+    assert await check_answers({"replicas": 4, "standby": 1}, ["second"], delay_s) == [None] * 4
