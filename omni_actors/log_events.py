@@ -139,16 +139,40 @@ class RequestsReplayed(WorkerEnd, frozen=True, kw_only=True):
         requests: how many.
         resumed: of these, how many of which a resumable stage starts again: from its decisions, if it has made any.
         lost_s: the time from the death until the last of them was dispatched again.
+        successors: the replicas of the stage that go on with them.
     """
 
     requests: int
     resumed: int
     lost_s: float
+    successors: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         were = "was" if self.requests == 1 else "were"
         how = "replayed" if not self.resumed else f"replayed ({self.resumed} resumed)"
-        return f"{_requests(self.requests)} {were} {how} {self.lost_s:.2f} s after the death of {self.worker}"
+        after = f"{self.lost_s:.2f} s after the death of {self.worker}"
+        others = [f"{each}" for each in self.successors if each != self.replica]
+        by = f", by replica {' and '.join(others)}" if others else ""
+        return f"{_requests(self.requests)} {were} {how} {after}{by}"
+
+
+class RequestsLost(WorkerEnd, frozen=True, kw_only=True):
+    """Requests have ended with ``StageCrashed`` because of the death of the worker that the event names.
+
+    Attributes:
+        requests: how many.
+        reason: why they are not replayed; None: they were submitted with ``on_failure="fail"``.
+        retryable: whether their clients may send them again.
+    """
+
+    level: ClassVar[int] = logging.ERROR
+    requests: int
+    reason: str | None
+    retryable: bool
+
+    def __str__(self) -> str:
+        why = self.reason or 'submitted with on_failure="fail"'
+        return f"{_requests(self.requests)} ended after the death of {self.worker}: {why}"
 
 
 class ReplicaGivenUp(WorkerEnd, frozen=True, kw_only=True):

@@ -168,7 +168,9 @@ class Dispatcher:
     def _restart(self, request: Request, placement: Mapping[str, Address]) -> None:
         stages, deaths = request.replay_state.waiting, request.deaths
         loss, is_resumed = deaths.cause(stages), not self._resumable.isdisjoint(stages)
-        self.replay_log.add(loss.crash, trio.current_time() - loss.noticed, is_resumed=is_resumed)
+        successor = placement[loss.crash.stage].replica if loss.crash.stage in placement else None
+        lost_s = trio.current_time() - loss.noticed
+        self.replay_log.add(loss.crash, lost_s, is_resumed=is_resumed, successor=successor)
         request.replays += 1
         request.restarted_stages.update(stages)
         deaths.restarted(stages)

@@ -384,6 +384,8 @@ class Orchestrator:
         request.error = error
         self._inputs.close(request)
         request.finished = time.monotonic()
+        if isinstance(error, errors.StageCrashed):
+            self._dispatcher.replay_log.add_lost(error)
         self._retry_after.add(request)
         self._dispatcher.remove(request)
         request.output_wakeup.unpark_all()

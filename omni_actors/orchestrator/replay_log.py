@@ -1,29 +1,32 @@
-"""Logs the replays of requests: one event for all requests that are replayed together after one death."""
+"""Logs the replays of requests, and their ends for lack of one: one event for all requests after one death."""
 
 from __future__ import annotations
 
 import trio
 
 from omni_actors.errors import StageCrashed
-from omni_actors.log_events import RequestsReplayed, record
+from omni_actors.log_events import RequestsLost, RequestsReplayed, record
 
 TOGETHER_S = 0.1
-"""Replays that begin within this time after the first one are logged together."""
+"""Replays and ends within this time after the first one are logged together."""
 
 
 class ReplayLog:
-    """Counts replays by the death that they follow."""
+    """Counts replays and lost requests by the death that they follow."""
 
     def __init__(self) -> None:
         self._events: dict[tuple[str, int, int], RequestsReplayed] = {}
         """By stage, replica and generation."""
+        self._losses: dict[tuple[str, int, int, str | None, bool], RequestsLost] = {}
+        """By these, the reason and whether the requests may be sent again."""
         self._added = trio.lowlevel.ParkingLot()
 
-    def add(self, crash: StageCrashed, lost_s: float, *, is_resumed: bool) -> None:
+    def add(self, crash: StageCrashed, lost_s: float, *, is_resumed: bool, successor: int | None) -> None:
         """Count a replay.
 
         crash: the latest death that made it necessary, ``lost_s`` seconds ago. is_resumed: whether a resumable stage
-        starts again.
+        starts again. successor: the replica of that death's stage that goes on with the request; None: the stage does
+        not start again.
         """
         key = (crash.stage, crash.replica, crash.generation)
         earlier = self._events.get(key)
@@ -38,14 +41,35 @@ class ReplayLog:
             requests=1 + (earlier.requests if earlier else 0),
             resumed=is_resumed + (earlier.resumed if earlier else 0),
             lost_s=max(round(lost_s, 3), earlier.lost_s if earlier else 0.0),
+            successors=tuple(
+                sorted({*(earlier.successors if earlier else ()), *([] if successor is None else [successor])})
+            ),
+        )
+        self._added.unpark_all()
+
+    def add_lost(self, crash: StageCrashed) -> None:
+        """Count a request that ends with this error."""
+        key = (crash.stage, crash.replica, crash.generation, crash.not_replayed, crash.retryable)
+        earlier = self._losses.get(key)
+        self._losses[key] = RequestsLost(
+            stage=crash.stage,
+            replica=crash.replica,
+            generation=crash.generation,
+            pid=crash.pid,
+            node=crash.exit.node,
+            signal=crash.signal,
+            exit_code=crash.exit_code,
+            requests=1 + (earlier.requests if earlier else 0),
+            reason=crash.not_replayed,
+            retryable=crash.retryable,
         )
         self._added.unpark_all()
 
     async def run(self) -> None:
-        """Log the replays until cancelled. What was counted before the cancellation is logged too."""
+        """Log the events until cancelled. What was counted before the cancellation is logged too."""
         try:
             while True:
-                if not self._events:
+                if not self._events and not self._losses:
                     await self._added.park()
                 await trio.sleep(TOGETHER_S)
                 self._flush()
@@ -53,6 +77,7 @@ class ReplayLog:
             self._flush()
 
     def _flush(self) -> None:
-        for event in self._events.values():
+        for event in (*self._events.values(), *self._losses.values()):
             record(event)
         self._events.clear()
+        self._losses.clear()

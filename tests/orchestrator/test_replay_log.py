@@ -24,8 +24,9 @@ async def test_replays_are_counted_by_the_death_that_they_follow(
     replay_log = ReplayLog()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(replay_log.run)
-        for crash, lost_s, is_resumed in ((FIRST, 0.5, True), (SECOND, 0.1, False), (FIRST, 0.6, False)):
-            replay_log.add(crash, lost_s, is_resumed=is_resumed)
+        replay_log.add(FIRST, 0.5, is_resumed=True, successor=0)
+        replay_log.add(SECOND, 0.1, is_resumed=False, successor=2)
+        replay_log.add(FIRST, 0.6, is_resumed=False, successor=0)
         await trio.sleep(2 * TOGETHER_S)
         assert [(r.event.stage, r.event.requests, r.event.resumed, r.event.lost_s) for r in caplog.records] == [
             ("mind", 2, 1, 0.6),
@@ -39,10 +40,36 @@ async def test_replays_are_counted_by_the_death_that_they_follow(
         assert caplog.messages[0] == (
             "2 requests were replayed (1 resumed) 0.60 s after the death of stage 'mind' (replica 0, generation 1)"
         )
+        assert caplog.messages[1] == (
+            "1 request was replayed 0.10 s after the death of stage 'mouth' (replica 1, generation 4), by replica 2"
+        )
+        assert [r.event.successors for r in caplog.records] == [(0,), (2,)]
         caplog.clear()
-        replay_log.add(FIRST, 2.0, is_resumed=False)
+        replay_log.add(FIRST, 2.0, is_resumed=False, successor=None)
         nursery.cancel_scope.cancel()
     assert [record.event.requests for record in caplog.records] == [1], "also when the system closes"
+
+
+async def test_requests_that_a_death_ends_are_counted_by_the_reason(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    replay_log = ReplayLog()
+    used_up = StageCrashed("mind", 0, 1, FIRST.exit, not_replayed="it was replayed 2 times already", retryable=False)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(replay_log.run)
+        for crash in (FIRST, used_up, FIRST):
+            replay_log.add_lost(crash)
+        await trio.sleep(2 * TOGETHER_S)
+        nursery.cancel_scope.cancel()
+    assert [(r.levelname, r.event.requests, r.event.reason, r.event.retryable) for r in caplog.records] == [
+        ("ERROR", 2, None, True),
+        ("ERROR", 1, "it was replayed 2 times already", False),
+    ]
+    of_mind = "after the death of stage 'mind' (replica 0, generation 1)"
+    assert caplog.messages == [
+        f'2 requests ended {of_mind}: submitted with on_failure="fail"',
+        f"1 request ended {of_mind}: it was replayed 2 times already",
+    ]
 
 
 def test_a_replay_follows_the_latest_death_of_a_stage_that_starts_again() -> None:
