@@ -297,6 +297,9 @@ class Orchestrator:
         self._suspects.worker_ready(address)  # before other requests are dispatched: a trial needs an unused replica
         self._dispatcher.dispatch_waiting()
 
+    def is_spare(self, address: messages.Address) -> bool:
+        return self._placement.is_spare(self._placement.replicas[address])
+
     def on_worker_died(self, address: messages.Address, exit: errors.WorkerExit, failed_request: int | None) -> bool:
         return self._suspects.worker_died(address, exit, failed_request)
 

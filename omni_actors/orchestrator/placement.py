@@ -64,13 +64,26 @@ class Placement:
     def _free(self, stage: str) -> list[Replica]:
         free = [each for each in self.serving(stage) if each.address not in self._reserved]
         if len(free) > 1:
-            free.sort(key=lambda each: each.incarnation.ready_at)
+            free.sort(key=_age)
         return free[: self.wanted[stage]]
 
     def is_standby(self, replica: Replica) -> bool:
         """Return whether a replica is ready and gets no requests because others serve its stage."""
         stage, address = replica.address.stage, replica.address
         return replica.accepts_work and address not in self._reserved and replica not in self._free(stage)
+
+    def is_spare(self, replica: Replica) -> bool:
+        """Return whether a stage does without a replica that has just died: it was a standby, or about to become one."""
+        if self._load(replica.address) or replica.address in self._reserved:
+            return False
+        before = [
+            each
+            for each in self.serving(replica.address.stage)
+            if each is not replica
+            and each.address not in self._reserved
+            and (not replica.incarnation.ready.is_set() or _age(each) < _age(replica))
+        ]
+        return len(before) >= self.wanted[replica.address.stage]
 
     def congested(self, stages: Iterable[str]) -> str | None:
         """Return a stage whose free replicas are all congested, or None.
@@ -132,3 +145,8 @@ class Placement:
             if left > 0:  # otherwise it has ended since the measurement
                 found[address.stage] = min(left, found.get(address.stage, left))
         return found
+
+
+def _age(replica: Replica) -> tuple[float, int]:
+    """Return the place of a replica in the order in which those of a stage became ready."""
+    return replica.incarnation.ready_at, replica.address.replica

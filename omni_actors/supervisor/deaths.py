@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import trio
@@ -35,6 +35,7 @@ class Deaths:
     def report(self, replica: Replica, exit: WorkerExit) -> None:
         """Record the death of a replica's incarnation, decide what follows, and report both to the listener."""
         incarnation, now = replica.incarnation, trio.current_time()
+        is_spare = self._listener.is_spare(replica.address)
         node = None if incarnation.worker is None else incarnation.worker.node
         exit = replace(exit, reason=incarnation.reason, node=node)
         replica.outage = outage = replica.outage or Outage(now)
@@ -54,7 +55,7 @@ class Deaths:
         if why is not None:
             giving_up.plan_retry(replica, exit, now)
         elif not incarnation.stopped_with_another:
-            self._plan_restart(replica, now, counts=counts)
+            self._plan_restart(replica, now, counts=counts, others=[] if is_spare else self._restarted_with(replica))
         self._changes.unpark_all()
         requests = self._listener.on_worker_lost(replica.address, replica.generation, exit, now)
         outage.requests += requests
@@ -73,13 +74,12 @@ class Deaths:
         """Return the replicas of the same stage, this one included."""
         return [each for each in self._replicas.values() if each.address.stage == replica.address.stage]
 
-    def _plan_restart(self, replica: Replica, now: float, *, counts: bool) -> None:
-        """Set the delay of a restart, and stop giving work to the replicas that are restarted with this one."""
+    def _plan_restart(self, replica: Replica, now: float, *, counts: bool, others: Sequence[Replica]) -> None:
+        """Set the delay of a restart, and stop giving work to the replicas that are restarted with this one, others."""
         incarnation = replica.incarnation
         incarnation.delay_s = restart.restart_delay_s(replica.policy, len(replica.recent_restarts))
         if counts:
             replica.recent_restarts += (now,)
-        others = self._restarted_with(replica)
         incarnation.restarts_with = tuple(each.address for each in others)
         for each in others:  # before the death is reported: nothing is to be sent to them any more
             each.state, each.incarnation.stopped_with_another = ReplicaState.RESTARTING, True

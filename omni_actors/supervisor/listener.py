@@ -23,6 +23,10 @@ class Listener(Protocol):
         """A worker has loaded its engine and accepts work."""
         ...
 
+    def is_spare(self, address: Address) -> bool:
+        """Return whether a stage does without a replica that has just died: it was a standby, or about to become one."""
+        ...
+
     def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
         """A worker has died: find the requests that may have caused it. ``on_worker_lost`` follows.
 

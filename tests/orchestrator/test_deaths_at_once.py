@@ -1,10 +1,12 @@
-"""Workers of all stages of a pipeline die at once, as with a lost GPU host: on simulated workers, in virtual time."""
+"""Deaths with standbys and replicas, on simulated workers in virtual time: many at once, as with a lost GPU host."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
@@ -23,14 +25,13 @@ WATCHDOG_S = 1000.0
 
 
 def pipeline(**each: Any) -> Pipeline:
-    """Three stages with the default limits. each: fields of every stage."""
+    """Three stages with the default limits. each: fields of every stage, in place of those below."""
     stages = {
         name: Stage(
             engine="echo",
             **({"inputs": (before,)} if before else {"accepts": ("script",)}),
             emits="audio" if name == STAGES[-1] else None,
-            restart=OFTEN,
-            **each,
+            **{"restart": OFTEN, **each},
         )
         for before, name in zip(("", *STAGES), STAGES, strict=False)
     }
@@ -91,3 +92,32 @@ async def test_requests_survive_the_death_of_all_replicas_of_a_stage_but_the_las
     delay_s: float, autojump_clock: trio.testing.MockClock
 ) -> None:
     assert await check_answers({"replicas": 4, "standby": 1}, ["second"], delay_s) == [None] * 4
+
+
+def generations(omni: OmniSystem) -> list[int]:
+    return [each.generation for replicas in omni.health().stages.values() for each in replicas]
+
+
+@pytest.mark.parametrize("strategy", ["one_for_all", "rest_for_one"])
+async def test_the_death_of_a_standby_restarts_no_worker_that_serves(
+    strategy: Any, autojump_clock: trio.testing.MockClock
+) -> None:
+    behaviors = defaultdict[int, WorkerBehavior](lambda: WorkerBehavior(load_s=1.0, turn_s=0.01))
+    spawner = SimulatedSpawner(lambda address, pid: behaviors[pid], lambda note: None)
+    each = {"standby": 1, "restart": msgspec.structs.replace(OFTEN, strategy=strategy)}
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(pipeline(**each), spawner=spawner) as omni:
+            await trio.sleep(10)
+            before = generations(omni)
+            standby = next(each for each in omni.health().stages["first"] if each.standby)
+            next_pid = max(worker.pid for worker in spawner.workers) + 1
+            behaviors[next_pid] = WorkerBehavior(fails="there is no memory for another copy")
+            next(worker for worker in spawner.workers if worker.pid == standby.pid).kill()
+            await trio.sleep(60)  # its first restart fails, and the second one succeeds
+            after = generations(omni)
+            assert [new - old for old, new in zip(before, after, strict=True)] == [
+                2 if number == standby.replica else 0 for number in range(len(before))
+            ]
+            serving(omni, spawner, "first")[0].kill()
+            await trio.sleep(60)
+            assert all(new > old for old, new in zip(after[2:], generations(omni)[2:], strict=True))
