@@ -238,6 +238,7 @@ class Dispatcher:
                 targets.append(CLIENT_ADDRESS)
             elif (target := stages[name].address) is not None and stages[name].phase is not Phase.RESTARTING:
                 targets.append(target)
+        needed_from = self._needed_from(request, stage, targets) if stage in self._resumable else ()
         self.placement.replicas[address].post(
             Start(
                 request=request.number,
@@ -249,7 +250,9 @@ class Dispatcher:
                 replayed=is_replayed,
                 worker_retain_bytes=self._limits.worker_retain_bytes,
                 checkpoint_bytes=self._limits.retain_bytes if self._keeps_checkpoints(request, stage) else 0,
-                needed_from=self._needed_from(request, stage, targets) if stage in self._resumable else (),
+                needed_from=needed_from,
+                # Of several consumers, one that dies later could not have the outputs computed again for it alone.
+                computed_from=needed_from[0] if needed_from and len(request.route.targets[stage]) == 1 else 0,
             ),
             wakes=is_replayed or stage in request.route.entries,
         )

@@ -19,7 +19,8 @@ import ringbuf
 from omni_actors.protocol.messages import Decided, Decisions
 
 SLICE_DECISIONS = 10_000
-"""The most decisions in one slice, at most 9 bytes each: below the largest control message."""
+"""The most decisions in one slice, at most 9 bytes each: below the largest control message. No entry has more
+(``stages.base.MOST_DECISIONS``)."""
 
 
 class JournalCorrupted(ringbuf.RingError):

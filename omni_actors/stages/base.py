@@ -100,6 +100,12 @@ class StageContext(msgspec.Struct, frozen=True):
         return self.tokenizer or self.model_directory
 
 
+MOST_UNDECLARED = 1000
+"""After so many decisions, a resumable engine puts out an output, an empty one if it has nothing else to put out."""
+MOST_DECISIONS = 10_000
+"""How many decisions an output may have. More would not fit into a control message."""
+
+
 class StageRequest(msgspec.Struct, frozen=True):
     """One request as one stage sees it."""
 
@@ -142,7 +148,10 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class StageOutput(msgspec.Struct, frozen=True):
-    """A piece of a request's output, for downstream stages and, if the client asked for this stage, for the client."""
+    """A piece of a request's output, for downstream stages and, if the client asked for this stage, for the client.
+
+    Raises ValueError: it has too many decisions.
+    """
 
     request_id: RequestId
     tensors: Mapping[str, TensorLike] = {}
@@ -154,10 +163,14 @@ class StageOutput(msgspec.Struct, frozen=True):
     """Whether this output ends the request in this stage."""
     decisions: Decisions = ()
     """What a resumable engine decided since its previous output for the request: all that a new incarnation needs, with
-    the request's input, to go on behind this output. A few bytes: they travel with the chunk."""
+    the request's input, to go on behind this output. A few bytes: they travel with the chunk. See ``MOST_DECISIONS``."""
     downstream: Mapping[str, TensorLike] = {}
     """More tensors, such as hidden states, for downstream stages only. They arrive in ``Chunk.tensors`` together with
     ``tensors``, so no name may be in both."""
+
+    def __post_init__(self) -> None:
+        if len(self.decisions) > MOST_DECISIONS:
+            raise ValueError(f"an output has {len(self.decisions)} decisions; the limit is {MOST_DECISIONS}")
 
 
 class StageFailure(msgspec.Struct, frozen=True):

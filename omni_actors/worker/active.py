@@ -180,7 +180,7 @@ def stage_request(start: Start, journal: Journal | None, checkpoint: StageCheckp
         params=msgspec.msgpack.decode(start.params),
         downstream=start.downstream,
         journal=tuple(journal.entries) if journal else (),
-        needed_from=0 if start.retain_bytes else min(start.needed_from, default=0),
+        needed_from=start.computed_from,
         replayed=start.replayed,
         checkpoint=checkpoint,
     )

@@ -204,10 +204,13 @@ class EngineLoop:
         self._newest = max(self._newest, start.request)
         active = self._active[start.request] = ActiveRequest(start, self._step_s)
         self._active.note(active)
-        if start.retain_bytes:
-            self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes)
         if start.replayed:
             self._control.add(messages.Started(start.request))
+        if start.retain_bytes:
+            why = "its first outputs were not computed again after a death" if start.computed_from else None
+            self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes, evicted=why)
+            if why is not None:
+                self._control.add(messages.Unreplayable(start.request, why, needed=False))
         self.handling = start.request
         try:
             with self._checkpoints.last(start) as checkpoint:

@@ -171,10 +171,14 @@ class Retention:
     def requests(self) -> Set[int]:
         return self._by_request.keys()
 
-    def begin(self, request: int, limit_bytes: int, worker_limit_bytes: int) -> None:
-        """Retain the outputs of a request from its first one on, and forget what was retained of it before."""
+    def begin(self, request: int, limit_bytes: int, worker_limit_bytes: int, *, evicted: str | None = None) -> None:
+        """Retain the outputs of a request from its first one on, and forget what was retained of it before.
+
+        evicted: why none of them is retained; None: they are.
+        """
         self.forget(request)
-        self._by_request[request], self._limit_bytes = Retained(limit_bytes), worker_limit_bytes
+        retained = self._by_request[request] = Retained(limit_bytes)
+        retained.evicted, self._limit_bytes = evicted, worker_limit_bytes
 
     def retains(self, request: int) -> bool:
         """Return whether the next output of this request is retained."""

@@ -33,14 +33,17 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Request:
     def __init__(self, request: base.StageRequest) -> None:
-        self.journal = deque(request.journal)
+        self.journal, self.needed_from = deque(request.journal), request.needed_from
         self.inputs: deque[tuple[list[list[int]], bool]] = deque()
         """For each output to come, the decisions of the stages upstream, and whether it is the last one."""
         self.outputs = 0
 
 
 class DecidingEngine:
-    """Each output has ``data["trail"]``: for each stage so far, the number of its output and what it decided."""
+    """Each output has ``data["trail"]``: for each stage so far, the number of its output and what it decided.
+
+    Outputs that no consumer needs any more have none.
+    """
 
     def __init__(self, context: base.StageContext) -> None:
         self._options = msgspec.convert(context.options, Options)
@@ -71,7 +74,7 @@ class DecidingEngine:
                 continue
             trail, last = request.inputs.popleft()
             decisions = request.journal.popleft() if request.journal else (secrets.randbits(60),)
-            data = {"trail": [*trail, [request.outputs, *decisions]]}
+            data = {"trail": [*trail, [request.outputs, *decisions]]} if request.outputs >= request.needed_from else {}
             if last:
                 del self._requests[request_id]
             tensors = {"row": _rounded(request.outputs)} if self._options.rounds else {}

@@ -149,6 +149,7 @@ class LoopHarness:
         worker_retain_bytes: int = 1 << 30,
         checkpoint_bytes: int = 0,
         needed_from: tuple[int, ...] = (),
+        computed_from: int = 0,
         wakes: bool = True,
     ) -> None:
         self.post(
@@ -163,6 +164,7 @@ class LoopHarness:
                 worker_retain_bytes=worker_retain_bytes,
                 checkpoint_bytes=checkpoint_bytes,
                 needed_from=needed_from,
+                computed_from=computed_from,
             ),
             wakes=wakes,
         )

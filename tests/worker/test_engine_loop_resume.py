@@ -18,6 +18,7 @@ from omni_actors.protocol.messages import (
     Started,
     Switch,
     Switched,
+    Unreplayable,
 )
 from ringbuf import Consumer, Producer
 from tests.support.deciding_engine import DecidingEngine
@@ -147,3 +148,20 @@ def test_the_first_chunk_for_a_target_passes_on_all_that_is_known(harness: LoopH
     assert received == [(Decided("above", seq, ((seq * 10,),)),) for seq in range(4)]
     assert receive(client).upstream == (Decided("above", 0, ((0,), (10,), (20,))),)
     assert receive(client).upstream == (Decided("above", 3, ((30,),)),)
+
+
+def test_outputs_that_no_consumer_needs_are_neither_computed_nor_retained(harness: LoopHarness) -> None:
+    into, out = harness.input(source="above"), harness.output(target=BELOW)
+    harness.post(JournalPart(1, Decided("stage", 0, ((70,), (71,), (72,)))))
+    harness.start(
+        1, sources=("above",), targets=(BELOW,), replayed=True, retain_bytes=PLENTY, needed_from=(2,), computed_from=2
+    )
+    assert harness.next_message() == Started(1)
+    why = "its first outputs were not computed again after a death"
+    assert harness.next_message() == Unreplayable(1, why, needed=False)
+    for seq in range(3):
+        send_decided(into, seq)
+    found = receive(out)
+    assert (found.seq, found.data["trail"]) == (2, [[2, 20], [2, 72]])
+    harness.post(Resend(1, BELOW))
+    assert harness.next_message() == Unreplayable(1, why, needed=True)

@@ -331,7 +331,8 @@ class LanguageEngine(AdaptedEngine[R, BatchedAdapters], PromptEngine[R]):
         downstream = self._downstream(request, None if last else token)
         if last:
             self._answered(request)
-        if data or downstream:
+        is_due = len(request.decisions) >= base.MOST_UNDECLARED  # of tokens without text, such as special ones
+        if data or downstream or is_due:
             decisions, request.decisions = tuple(request.decisions), []
             yield base.StageOutput(request.id, data=data, downstream=downstream, last=last, decisions=decisions)
 

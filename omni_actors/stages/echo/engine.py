@@ -13,6 +13,7 @@ Rules
    bytes that follow from it. A request goes on from its checkpoint without repeating steps.
 7. The request's last output is the last one of the chunk that ends the last open source. A request without sources
    gives one empty output.
+8. Outputs that no consumer needs any more after a death are put out empty, so that one that is sent after all is seen.
 
 A chunk can cause a failure, with a mapping ``data["echo"]`` of
 
@@ -107,14 +108,14 @@ class _Pending(msgspec.Struct):
 
 
 class _Request:
-    def __init__(self, request_id: base.RequestId, sources: tuple[str, ...], mark: str) -> None:
-        self.request_id = request_id
+    def __init__(self, request: base.StageRequest, mark: str) -> None:
+        self.request_id, self.needed_from = request.request_id, request.needed_from
         self.mark = mark
         """What the request's adapter adds to each text."""
-        self._turns = deque(sources)
+        self._turns = deque(request.sources)
         """Sources with chunks to come or to be taken. The next chunk is taken from the first."""
         self._ended: set[str] = set()
-        self._pending: dict[str, deque[_Pending]] = {source: deque() for source in sources}
+        self._pending: dict[str, deque[_Pending]] = {source: deque() for source in request.sources}
         self.seq = 0
         self.steps = 0
         """How many steps were made for its outputs so far and the next one."""
@@ -166,7 +167,7 @@ class EchoEngine(PausableEngine[_Request]):
 
     def _new_request(self, request: base.StageRequest) -> _Request:
         adapter = files.named(validated(request.params, EchoParams).lora)
-        record = _Request(request.request_id, request.sources, "" if adapter is None else self._mark(adapter))
+        record = _Request(request, "" if adapter is None else self._mark(adapter))
         if request.checkpoint is not None:
             record.steps = _steps_of(request.checkpoint)
         self._may_be_ready.add(request.request_id)
@@ -223,6 +224,8 @@ class EchoEngine(PausableEngine[_Request]):
                 request.remove_head()
         if self._options.payload_bytes:
             tensors["payload"] = payload(request_id, request.seq, self._options.payload_bytes)
+        if request.seq < request.needed_from:
+            tensors, data = {}, {}
         request.seq += 1
         if request.complete:
             self.abort(request_id)

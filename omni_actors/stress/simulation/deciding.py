@@ -10,7 +10,8 @@ Rules
    and a digest of everything that it had decided and used before this output, and one after it. All outputs of an
    answer must agree on these.
 4. With ``steps``, each output takes so many steps, and each of them ends with a checkpoint. ``work`` counts them.
-5. ``random`` follows from the seed of a simulated schedule. In a worker process it is seeded by the system.
+5. Outputs that no consumer needs any more are put out empty. One that is sent after all ends the worker that gets it.
+6. ``random`` follows from the seed of a simulated schedule. In a worker process it is seeded by the system.
 
 A chunk can cause a failure, as for ``echo``: ``data["echo"]`` with ``stage`` and one of ``raise`` and ``invalid``.
 """
@@ -57,7 +58,7 @@ class _Part:
 
 class _Request:
     def __init__(self, request: base.StageRequest) -> None:
-        self.journal = deque(request.journal)
+        self.journal, self.needed_from = deque(request.journal), request.needed_from
         self.turns = deque(request.sources)
         """The sources that have not ended. The next chunk is taken from the first."""
         self.ended: set[str] = set()
@@ -158,6 +159,8 @@ class DecidingEngine:
         request.outputs += 1
         data = {**head.data, "text": part, "trail": trail, "more": bool(head.text or head.data.get("more"))}
         tensors = {} if head.text else head.tensors
+        if request.outputs <= request.needed_from:  # its number is one less
+            tensors, data = {}, {}
         if not head.text:
             request.remove_head()
         if not request.turns:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
+from omni_actors.stages import base
 from omni_actors.stages.autoregressive import language
 from omni_actors.stages.autoregressive.sampling import Sampler
 from omni_actors.stages.llm.engine import LLMEngine
@@ -47,6 +48,17 @@ def forwards(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_an_answer_is_the_same_wherever_it_is_resumed(driver: Driver, params: dict[str, Any]) -> None:
     expected = check_every_cut(driver, PROMPTS[2], **params)
     assert expected[-1].data["completion_tokens"] >= params.get("min_tokens", 1)
+
+
+def test_tokens_without_text_are_declared_every_now_and_then(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the text waits, because it may become a stop string."""
+    monkeypatch.setattr(base, "MOST_UNDECLARED", 4)
+    (only,) = answer(driver, PROMPTS[2], max_tokens=1, logit_bias={"40": 100})
+    text = only.data["text"]
+    params = {"max_tokens": 11, "logit_bias": {"40": 100}, "stop": (12 * text,)}
+    expected = check_every_cut(driver, PROMPTS[2], **params)
+    assert [len(each.decisions) for each in expected] == [4, 4, 3]
+    assert [each.data.get("text", "") for each in expected] == ["", "", 11 * text]
 
 
 @pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 8)), 3])
