@@ -108,7 +108,7 @@ class AsyncOmni(Face):
 
     @like(OmniSystem.wait_ready)
     async def wait_ready(self) -> None:
-        """Wait until every replica is ready or failed."""
+        """Wait until every replica is ready, asleep or failed."""
         await self._wait(OmniSystem.wait_ready)
 
     @like(OmniSystem.wait_changed)

@@ -18,7 +18,7 @@ OmniError
 │   ├── SlowConsumer      the client did not read its output in time
 │   ├── Aborted           the request was aborted
 │   ├── StageCrashed      a worker that held the request died
-│   ├── Quarantined       the same request has ended workers a short time ago
+│   ├── Quarantined       the same request has ended workers recently
 │   ├── StageAsleep       a stage of the request's route sleeps
 │   └── StageUnavailable  a stage of the request's route has failed
 ├── CallError             a replica did not answer a call
@@ -292,7 +292,8 @@ class StageCrashed(RequestError):
         stage, replica, generation: Which worker died.
         exit: How it ended; its facts are also attributes of the error (pid, signal, exit_code, stderr_tail).
         not_replayed: Why the request was not replayed; None if the caller asked for that.
-        retryable: False if the request has used up its replays, because sending it again would end more workers.
+        retryable: False if the request has used up its replays or is quarantined, because sending it again would end
+            more workers.
     """
 
     def __init__(
@@ -315,7 +316,7 @@ class StageCrashed(RequestError):
 
 
 class Quarantined(RequestError):
-    """A request with the same input and parameters ended workers until its replays were used up.
+    """Requests with the same input and parameters ended workers two or more times, so this one is refused for a time.
 
     Attributes:
         stage: The stage whose workers it ended.

@@ -1,7 +1,7 @@
 """Prompts: from what a caller writes to pieces of input.
 
 A question is text, and a conversation is a list of messages: the model's chat template renders both. A *raw prompt*
-passes the template. It is a mapping with one of the keys of ``RAW``, as in vLLM.
+bypasses the template. It is a mapping with one of the keys of ``RAW``, as in vLLM.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Omni(Face):
 
     @like(OmniSystem.wait_ready)
     def wait_ready(self) -> None:
-        """Wait until every replica is ready or failed."""
+        """Wait until every replica is ready, asleep or failed."""
         self._wait(OmniSystem.wait_ready)
 
     @like(OmniSystem.wait_changed)

@@ -53,6 +53,7 @@ from ringbuf._descriptors import create_memory as create_memory
 from ringbuf._errors import AlreadyClaimed as AlreadyClaimed
 from ringbuf._errors import BundleCorrupted as BundleCorrupted
 from ringbuf._errors import CudaFailed as CudaFailed
+from ringbuf._errors import EndName as EndName
 from ringbuf._errors import FrameBorrowed as FrameBorrowed
 from ringbuf._errors import FrameReleased as FrameReleased
 from ringbuf._errors import MessageTooLarge as MessageTooLarge

@@ -128,7 +128,7 @@ class Whole:
 
 
 class Consumer:
-    """Made by ``Ring.claim_consumer``. Used by one thread at a time, its frames included."""
+    """The reading end of a ring, made by ``Ring.claim_consumer``. Used by one thread at a time, with its frames."""
 
     def __init__(self, segment: Segment, end: ConsumerEnd, waiter: Waiter, fd: int) -> None:
         self._segment, self._end, self._waiter, self._fd = segment, end, waiter, fd

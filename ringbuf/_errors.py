@@ -24,14 +24,18 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 EndName: TypeAlias = Literal["producer", "consumer"]
+"""Names one of the two ends of a ring."""
 
 
 class RingError(Exception):
-    """Root of the tree."""
+    """Root of the errors of rings, and of the bundles in them."""
 
 
 class RingClosed(RingError):
-    """end: the one that was closed."""
+    """An end of the ring was closed.
+
+    end: the one that was closed.
+    """
 
     def __init__(self, end: EndName) -> None:
         self.end = end
@@ -39,7 +43,10 @@ class RingClosed(RingError):
 
 
 class RingCorrupted(RingError):
-    """offset: byte offset in the segment. words: the 8-byte words found there."""
+    """The shared memory contains what the protocol never writes.
+
+    offset: byte offset in the segment. words: the 8-byte words found there. why: what is wrong, in words.
+    """
 
     def __init__(self, offset: int, words: Sequence[int], why: str) -> None:
         self.offset, self.words, self.why = offset, tuple(words), why
@@ -48,12 +55,19 @@ class RingCorrupted(RingError):
 
 
 class WrongGeneration(RingError):
+    """The ring belongs to another incarnation than the process expects."""
+
     def __init__(self, expected: int, found: int) -> None:
         self.expected, self.found = expected, found
         super().__init__(f"the ring is of generation {found}, not {expected}")
 
 
 class AlreadyClaimed(RingError):
+    """A living process owns the end that was to be claimed.
+
+    end: the end. pid: the process that owns it.
+    """
+
     def __init__(self, end: EndName, pid: int) -> None:
         self.end, self.pid = end, pid
         super().__init__(f"the {end} of the ring is claimed by the living process {pid}")
@@ -68,7 +82,10 @@ class PeerDied(RingError):
 
 
 class RingNotFound(RingError):
-    """name: what was looked for, a label or a whole name."""
+    """No living process has an unclaimed ring of this name.
+
+    name: what was looked for, a label or a complete name.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,7 +93,10 @@ class RingNotFound(RingError):
 
 
 class RingNameTaken(RingError):
-    """pids: of the living processes whose rings have this label."""
+    """A living process has a ring of this label already.
+
+    pids: the living processes whose rings have the label.
+    """
 
     def __init__(self, label: str, pids: Sequence[int]) -> None:
         self.label, self.pids = label, tuple(pids)
@@ -84,7 +104,10 @@ class RingNameTaken(RingError):
 
 
 class RingNameRefused(RingError):
-    """why: what is wrong with the entry of that name, in words."""
+    """An entry of this name was made by another user or another program.
+
+    why: what is wrong with the entry, in words.
+    """
 
     def __init__(self, name: str, why: str) -> None:
         self.name, self.why = name, why
@@ -92,7 +115,10 @@ class RingNameRefused(RingError):
 
 
 class MessageTooLarge(RingError):
-    """size and limit in bytes."""
+    """A message exceeds what the ring, or the place for the message, can take.
+
+    size, limit: in bytes.
+    """
 
     def __init__(self, size: int, limit: int, hint: str) -> None:
         self.size, self.limit = size, limit
@@ -100,21 +126,28 @@ class MessageTooLarge(RingError):
 
 
 class FrameBorrowed(RingError):
+    """A view of the frame is alive, so its bytes may not be given back."""
+
     def __init__(self, what: str) -> None:
         super().__init__(f"{what} is still borrowed: an array or a view of it is alive; drop it, or copy first")
 
 
 class FrameReleased(RingError):
+    """The frame was released, so its bytes may not be read."""
+
     def __init__(self) -> None:
         super().__init__("the frame of this data was released: copy what you keep")
 
 
 class RingMisuse(RingError):
-    pass
+    """Calls came in an order that is not allowed."""
 
 
 class BundleCorrupted(RingError):
-    """why: what is wrong, in words."""
+    """The bytes are not a bundle.
+
+    why: what is wrong with them, in words.
+    """
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -122,7 +155,10 @@ class BundleCorrupted(RingError):
 
 
 class CudaFailed(RingError):
-    """code: the CUDA runtime's; None when there is no runtime."""
+    """The ring's memory could not be page-locked.
+
+    function: the function of the CUDA runtime that failed. code: its error code; None if there is no runtime.
+    """
 
     def __init__(self, function: str, code: int | None, why: str) -> None:
         self.function, self.code = function, code
@@ -130,7 +166,7 @@ class CudaFailed(RingError):
 
 
 class UnsupportedMachine(RingError, ImportError):
-    """Raised by the import of ringbuf."""
+    """The machine does not have the memory ordering that the ring needs; the import of ringbuf raises this."""
 
     def __init__(self, machine: str) -> None:
         self.machine = machine

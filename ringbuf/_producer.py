@@ -24,7 +24,7 @@ FRAGMENT = 256 << 10
 
 
 class Producer:
-    """Made by ``Ring.claim_producer``. Used by one thread at a time."""
+    """The writing end of a ring, made by ``Ring.claim_producer``. Used by one thread at a time."""
 
     max_reserve: int
     """The most bytes that ``try_reserve`` and ``try_send`` take."""

@@ -27,9 +27,10 @@ DEFAULT_CAPACITY = 4 << 20
 
 
 class RingStatistics(NamedTuple):
-    """capacity, used: bytes now; ``used`` includes headers and padding. messages, payload_bytes: since the creation.
+    """How full a ring is, and what has passed through it.
 
-    A message in fragments is counted when its last fragment is sent, its bytes as they are. The counts include what a
+    capacity, used: bytes now; ``used`` includes headers and padding. messages, payload_bytes: since the creation. A
+    message in fragments is counted when its last fragment is sent, its bytes as they are. The counts include what a
     producer that died was about to publish: at most one record for each death.
     """
 

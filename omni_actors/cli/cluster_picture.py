@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console, Group, RenderableType
 from rich.tree import Tree
 
-from omni_actors.cluster.placement import PARENT, Node, Places, first_workers, place
+from omni_actors.cluster.placement import PARENT, Node, PlaceMap, first_workers, place
 from omni_actors.config import Pipeline
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address
@@ -74,7 +74,7 @@ def _title(node: Node) -> str:
     return f"{node.name}  ({', '.join([*node.labels, sizes])})"
 
 
-def _links(pipeline: Pipeline, nodes: list[Node], places: Places) -> Counter[tuple[str, str, str, str]]:
+def _links(pipeline: Pipeline, nodes: list[Node], places: PlaceMap) -> Counter[tuple[str, str, str, str]]:
     """Count the links, by the stages and the nodes of both ends."""
     node_of = {address: at.node for address, at in places.items()}
     node_of[CLIENT_ADDRESS] = next(node.name for node in nodes if node.has(PARENT))
@@ -90,5 +90,5 @@ def _links(pipeline: Pipeline, nodes: list[Node], places: Places) -> Counter[tup
     return links
 
 
-def _workers(stage: str, places: Places) -> list[Address]:
+def _workers(stage: str, places: PlaceMap) -> list[Address]:
     return [CLIENT_ADDRESS] if stage == CLIENT else [address for address in places if address.stage == stage]

@@ -10,14 +10,11 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
 
 from omni_actors.cluster.control import CloseRing
 from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.supervisor.nodes import LinkState
-from ringbuf import Consumer, Producer, Ring, RingStatistics
-
-End: TypeAlias = Literal["producer", "consumer"]
+from ringbuf import Consumer, EndName, Producer, Ring, RingStatistics
 
 
 class ClusterRing:
@@ -33,12 +30,12 @@ class ClusterRing:
         capacity: int,
         *,
         here: Ring | None,
-        agents: Mapping[End, RemoteAgent],
+        agents: Mapping[EndName, RemoteAgent],
         on_close: Callable[[], None],
     ) -> None:
         self._generation, self._capacity = generation, capacity
         self._here, self._agents, self._on_close = here, agents, on_close
-        self._dead: End | None = None
+        self._dead: EndName | None = None
 
     @property
     def fds(self) -> Sequence[int]:
@@ -52,7 +49,7 @@ class ClusterRing:
         assert self._here is not None, "the client's ends are on the parent's node"
         return self._here.claim_consumer()
 
-    def close_end(self, end: End) -> None:
+    def close_end(self, end: EndName) -> None:
         if self._here is not None and end not in self._agents:
             self._here.close_end(end)
         else:
@@ -76,7 +73,7 @@ class ClusterRing:
             waiting_bytes=sent.used,
         )
 
-    def _counters(self, end: End) -> RingStatistics:
+    def _counters(self, end: EndName) -> RingStatistics:
         """Return the counters of the part at one end. Those of another node are zero until it has reported some."""
         agent = self._agents.get(end)
         found = agent.statistics(self._generation) if agent is not None else None
@@ -87,7 +84,7 @@ class ClusterRing:
     def close(self) -> None:
         self._on_close()
         for agent in dict.fromkeys(self._agents.values()):
-            ends: list[End] = [end for end, each in self._agents.items() if each is agent]
+            ends: list[EndName] = [end for end, each in self._agents.items() if each is agent]
             agent.post(CloseRing(self._generation, self._dead if self._dead in ends else None))
         if self._here is not None:
             self._here.close()

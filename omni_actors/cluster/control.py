@@ -24,6 +24,7 @@ import msgspec
 
 from omni_actors.errors import OmniError, WorkerExit
 from omni_actors.protocol.messages import Address
+from ringbuf import EndName
 
 PACKAGE: Final = "omni-actors"
 """The distribution whose version both sides must have."""
@@ -210,7 +211,7 @@ class CloseRing(_Message, frozen=True):
     """Close a ring and its link, and the end of the worker that is dead; None if that one is not on this node."""
 
     generation: int
-    dead: Literal["producer", "consumer"] | None
+    dead: EndName | None
 
 
 FromAgent: TypeAlias = (

@@ -68,7 +68,7 @@ class Place(NamedTuple):
     devices: tuple[str, ...]
 
 
-Places: TypeAlias = Mapping[Address, Place]
+PlaceMap: TypeAlias = Mapping[Address, Place]
 
 
 def first_workers(pipeline: Pipeline) -> list[Address]:
@@ -82,7 +82,7 @@ def first_workers(pipeline: Pipeline) -> list[Address]:
 
 
 def place(
-    pipeline: Pipeline, wanted: Collection[Address], nodes: Sequence[Node], held: Places | None = None
+    pipeline: Pipeline, wanted: Collection[Address], nodes: Sequence[Node], held: PlaceMap | None = None
 ) -> dict[Address, Place]:
     """Return a place for each wanted worker, by the rules above. The same arguments give the same places.
 
@@ -122,7 +122,7 @@ def may_leave_parent(pipeline: Pipeline, stage: str) -> bool:
 
 
 def place_each(
-    pipeline: Pipeline, wanted: Collection[Address], nodes: Sequence[Node], held: Places
+    pipeline: Pipeline, wanted: Collection[Address], nodes: Sequence[Node], held: PlaceMap
 ) -> dict[Address, Place | NoPlace]:
     """Return a place for each wanted worker as ``place`` does, or why there is none for its unit."""
     plan, refused = _Plan(pipeline, nodes, held), dict[Address, NoPlace]()
@@ -140,7 +140,7 @@ Unit: TypeAlias = tuple[Address, ...]
 class _Plan:
     """The places so far."""
 
-    def __init__(self, pipeline: Pipeline, nodes: Sequence[Node], held: Places) -> None:
+    def __init__(self, pipeline: Pipeline, nodes: Sequence[Node], held: PlaceMap) -> None:
         self._pipeline, self._nodes = pipeline, nodes
         cluster = pipeline.cluster or Cluster(nodes=dict.fromkeys(pipeline.stages, PARENT))
         self._labels, self._spread = cluster.nodes, set(cluster.spread)

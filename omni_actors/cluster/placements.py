@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import trio
 from msgspec import structs
 
-from omni_actors.cluster.placement import Node, Place, Places, first_workers, place, place_each
+from omni_actors.cluster.placement import Node, Place, PlaceMap, first_workers, place, place_each
 from omni_actors.config import Pipeline
 from omni_actors.errors import NoPlace
 from omni_actors.protocol.messages import Address
@@ -70,7 +70,7 @@ class Placements:
                 raise why
         return self._places[address]
 
-    def _take(self, places: Places) -> None:
+    def _take(self, places: PlaceMap) -> None:
         self._places |= places
         for address in places:
             self._unplaced.pop(address, None)

@@ -1,10 +1,11 @@
 """The parent's side of one agent, from its first message to the time when no worker of it can run any more.
 
 Rules
-1. A lost agent is lost for good: nothing is granted or posted to it. Its workers are reported with ``NodeLost`` at
-   once, so that they get no more work, and as dead only when the lease has ended (``lease``, rule 3).
-2. Whoever started the agent's process may know that it has ended. Its workers end with it, so the rest of the lease
-   need not be waited for.
+1. A lost agent is lost for good: nothing is granted or posted to it. Its workers are reported as lost
+   (``errors.NODE_LOST``) at once, so that they get no more work, and as dead only when the lease has ended (``lease``,
+   rule 3).
+2. If the agent's process is known to have ended (``process_ended``), its workers have ended with it, and the rest of
+   the lease need not be waited for.
 3. Messages of an agent about workers and rings that the parent has forgotten are ignored: they were under way.
 """
 
@@ -199,7 +200,7 @@ class RemoteAgent:
                 worker.mailbox.fail(self._why_lost())
 
     def process_ended(self, why: str) -> None:
-        """The agent's process has ended for certain, and its workers with it (rule 2)."""
+        """Record that the agent's process has ended for certain, and its workers with it (rule 2)."""
         self._process_ended.set()
         self.give_up(f"its agent has ended: {why}")
 

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 import trio
 
 from omni_actors import log_events
-from omni_actors.cluster.cluster_ring import ClusterRing, End
+from omni_actors.cluster.cluster_ring import ClusterRing
 from omni_actors.cluster.control import MakeRing
 from omni_actors.cluster.interfaces import AgentStarter, Places
 from omni_actors.cluster.placement import PARENT, Node, Place
@@ -41,7 +41,7 @@ from omni_actors.errors import LINK_LOST, NODE_LOST, ClusterUnavailable, NoPlace
 from omni_actors.protocol.messages import NODE_VARIABLE, Address
 from omni_actors.supervisor.nodes import LinkState, NodeState
 from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner, PlaceLost, SpawnFailed, Worker
-from ringbuf import Ring
+from ringbuf import EndName, Ring
 
 LEASE_S: Final = 10.0
 START_S: Final = 120.0
@@ -191,7 +191,7 @@ class ClusterSpawner:
         if self._pump.has_failed:  # its links are reported as lost
             self._pump = self._make_pump()
         here = None if sender is not None and receiver is not None else Ring.create(capacity, generation=generation)
-        agents: dict[End, RemoteAgent] = {}
+        agents: dict[EndName, RemoteAgent] = {}
         if sender is not None:
             agents["producer"] = sender
         if receiver is not None:

@@ -63,7 +63,7 @@ class Dispatcher:
         self.dispatched: dict[int, Request] = {}
         """The dispatched requests that have not ended, by number."""
         self.replay_log = ReplayLog()
-        self.held = False
+        self.dispatch_paused = False
         """Whether requests that were never dispatched wait, because generation is paused."""
         self._ends = trio.lowlevel.ParkingLot()
         """Woken when a request ends, and when a worker dies that held one."""
@@ -107,9 +107,9 @@ class Dispatcher:
         """The number of requests that wait for a ready replica, to be dispatched or replayed."""
         return len(self.queued) + sum(bool(request.replay_state.waiting) for request in self.dispatched.values())
 
-    def holds_back(self, request: Request) -> bool:
+    def keeps_waiting(self, request: Request) -> bool:
         """Whether a request waits until generation is resumed."""
-        return self.held and request.number is None
+        return self.dispatch_paused and request.number is None
 
     def load(self, address: Address) -> int:
         """Return the number of requests placed on a replica."""
@@ -131,9 +131,7 @@ class Dispatcher:
     def try_dispatch(self, request: Request) -> None:
         """Dispatch a request if it waits, is no suspect, and all stages that it waits for have ready replicas."""
         stages = request.replay_state.waiting
-        if self.holds_back(request):
-            return
-        if not stages:
+        if not stages or self.keeps_waiting(request):
             return
         if request in self.trials.group_of:
             self.unplaced.unpark_all()  # its trial needs these stages, one of which may have no replicas

@@ -26,7 +26,7 @@ import trio
 
 from omni_actors import errors
 from omni_actors.config import Limits
-from omni_actors.orchestrator.admission import Closures
+from omni_actors.orchestrator.closures import Closures
 from omni_actors.orchestrator.deadlines import Deadlines
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.inputs import InputMover, encode_params
@@ -252,15 +252,15 @@ class Orchestrator:
     # Pausing
 
     @property
-    def is_held(self) -> bool:
+    def is_dispatch_paused(self) -> bool:
         """Whether new requests are admitted and wait, because generation is paused."""
-        return self._dispatcher.held
+        return self._dispatcher.dispatch_paused
 
     @trio.lowlevel.enable_ki_protection
-    def hold(self, *, held: bool) -> None:
+    def set_dispatch_paused(self, *, paused: bool) -> None:
         """Let requests that were not dispatched yet wait, or dispatch them."""
-        self._dispatcher.held = held
-        if not held:
+        self._dispatcher.dispatch_paused = paused
+        if not paused:
             self._suspects.advance()
             self._dispatcher.dispatch_waiting()
 
@@ -317,7 +317,7 @@ class Orchestrator:
             return  # it has ended, or another replica holds it now
         stage, event = address.stage, _NOTICE_EVENTS.get(type(message))
         if request.replay_state.is_stale(stage) and not isinstance(message, messages.Started):
-            return  # of before the abort, or an answer that the worker gave meanwhile
+            return  # about the aborted start: the worker has not confirmed the new one
         if event is not None and not request.replay_state.accepts(stage, event):
             phase = request.replay_state.stages[stage].phase
             raise ProtocolViolation(f"{type(message).__name__} about a request that is {phase.value}")

@@ -109,7 +109,7 @@ class Pools:
 
     def starved(self) -> set[str]:
         """Return the stages that have no replica, and that requests wait for."""
-        if self._dispatcher.held:
+        if self._dispatcher.dispatch_paused:
             return set()
         waiting = {stage for each in self._dispatcher.running() for stage in each.replay_state.waiting}
         return {stage for stage in waiting if not self.wanted(stage)}

@@ -188,7 +188,7 @@ class ReplayState:
         return stage is not None and stage.address == address
 
     def is_stale(self, stage: str) -> bool:
-        """Whether all that a replica says of the stage before ``started`` is of a start that was aborted there."""
+        """Whether the replica's messages about the stage, except ``Started``, refer to a start that was aborted."""
         return stage in self.recomputed and self.stages[stage].phase is Phase.RESTARTING
 
     def accepts(self, stage: str, event: StageEvent) -> bool:

@@ -236,7 +236,7 @@ class Suspects:
         placements = {
             each: self._placement.place(each.replay_state.waiting, each.affinity, address)
             for each in group.candidates
-            if group.stage in each.replay_state.waiting and not self._dispatcher.holds_back(each)
+            if group.stage in each.replay_state.waiting and not self._dispatcher.keeps_waiting(each)
         }
         if not placements or None in placements.values():
             return

@@ -221,7 +221,7 @@ class Ping(_Control, frozen=True):
 
 
 class Call(_Control, frozen=True):
-    """Use a capability of the engine, between two steps. The engine loop answers with ``Answer``."""
+    """Use a capability of the engine, between two steps. The engine loop answers with ``CallAnswer``."""
 
     number: int
     capability: str
@@ -265,7 +265,7 @@ class CallRefusal(msgspec.Struct, frozen=True):
     code: str = "invalid_value"
 
 
-class Answer(_Control, frozen=True):
+class CallAnswer(_Control, frozen=True):
     """The answer to the ``Call`` with the same number: a value, encoded with msgpack, or a refusal."""
 
     number: int
@@ -385,7 +385,7 @@ ControlMessage: TypeAlias = (
     | Loading
     | Ready
     | Pong
-    | Answer
+    | CallAnswer
     | LoadFailed
     | EngineFailed
     | RequestNotice

@@ -1,4 +1,4 @@
-"""A raw prompt: what a client sends past the chat template, collected from chunks.
+"""A raw prompt, which bypasses the chat template, collected from the chunks that a client sends.
 
 Chunks, of one kind for the whole prompt; the parts of several chunks are joined in order:
 

@@ -19,7 +19,7 @@ from typing import assert_never
 import trio
 
 from omni_actors.errors import InvalidRequest, OmniError, SystemClosed
-from omni_actors.stress.judge import Closures, Period
+from omni_actors.stress.judge import ClosedPeriods, Period
 from omni_actors.stress.schedule import PauseGeneration, Sleep, UpdateWeights
 from omni_actors.stress.workload import Workload
 from omni_actors.system import OmniSystem
@@ -36,7 +36,7 @@ class Controls:
     def __init__(self, omni: OmniSystem, workload: Workload, weights: Path, now: Callable[[], float]) -> None:
         self._omni, self._hooks, self._weights, self._now = omni, workload.hooks, weights, now
         self._stages = workload.stages
-        self.closures = Closures()
+        self.closures = ClosedPeriods()
         self.in_force = 0
         self._newest = 0
         self.established = 0

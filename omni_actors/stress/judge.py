@@ -132,7 +132,7 @@ class Explanation:
 
 
 @dataclass(frozen=True)
-class Closures:
+class ClosedPeriods:
     """The times in which the harness closed the system, or stages of it, to requests."""
 
     asleep: list[Period] = field(default_factory=list)
@@ -153,7 +153,7 @@ class Rules:
 
     replays: int
     replayed: frozenset[str]
-    closures: Closures = field(default_factory=Closures)
+    closures: ClosedPeriods = field(default_factory=ClosedPeriods)
 
 
 def max_deaths_by_one_request(limits: Limits, on_failure: OnFailure, disturbances: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Calls to workers: the parent's side of ``Call`` and ``Answer``.
+"""Calls to workers: the parent's side of ``Call`` and ``CallAnswer``.
 
 Rules
 1. Each call to each replica ends with one ``Reply``: a value, a refusal of the engine, or a ``CallError``.
@@ -26,7 +26,7 @@ from omni_actors.errors import (
     WorkerExit,
     WorkerLost,
 )
-from omni_actors.protocol.messages import Address, Answer, Call
+from omni_actors.protocol.messages import Address, Call, CallAnswer
 
 MAX_CALLS = 16
 CALL_MESSAGES = 2 * MAX_CALLS
@@ -130,7 +130,7 @@ class Calls:
         self._pending[number] = pending
         return Call(number, pending.capability, dict(arguments))
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: CallAnswer) -> None:
         """Take an answer of the worker. An unknown number is ignored."""
         if (pending := self._pending.pop(answer.number, None)) is None:
             return

@@ -17,7 +17,7 @@ from omni_actors.supervisor.listener import Listener
 from omni_actors.supervisor.replica import Outage, Replica, ReplicaState
 
 
-class Deaths:
+class DeathHandler:
     """Handles the deaths of a supervisor's workers. It starts and stops nothing.
 
     replicas, stages, changes: those of ``Supervisor``.

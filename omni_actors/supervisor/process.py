@@ -20,7 +20,7 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import trio
 from multiprocess import context, popen_spawn_posix, reduction, spawn, util
@@ -32,10 +32,7 @@ from omni_actors.protocol.messages import Address, ControlMessage
 from omni_actors.protocol.packets import Envelope
 from omni_actors.supervisor.stderr_tail import StderrTail
 from omni_actors.worker.main import STOP_SIGNALS, worker_main
-from ringbuf import Consumer, Producer, Ring, RingStatistics
-
-"""How many lines of a worker's stderr are kept to explain its death, and how many bytes of a line."""
-
+from ringbuf import Consumer, EndName, Producer, Ring, RingStatistics
 
 NO_VARIABLES: Mapping[str, str] = {}
 
@@ -62,9 +59,6 @@ class WorkerMailbox(Protocol):
     def unread(self) -> Iterator[Envelope]: ...
 
 
-RingEnd: TypeAlias = Literal["producer", "consumer"]
-
-
 class EdgeRing(Protocol):
     """The memory of an edge between two replicas as the supervisor uses it: ``ringbuf.Ring``, or one like it.
 
@@ -77,7 +71,7 @@ class EdgeRing(Protocol):
     def claim_producer(self) -> Producer: ...
     def claim_consumer(self) -> Consumer: ...
     def statistics(self) -> RingStatistics: ...
-    def close_end(self, end: RingEnd) -> None: ...
+    def close_end(self, end: EndName) -> None: ...
     def close(self) -> None: ...
 
 

@@ -9,7 +9,9 @@ import os
 import trio
 
 LINES = 40
+"""How many lines of a worker's stderr are kept to explain its death."""
 LONGEST_LINE = 4096
+"""How many bytes of a line are kept: its last ones."""
 READ_BYTES = 4096
 """What is read in one turn of the event loop, so that a worker that writes without end takes no turn from others."""
 PIPE_BYTES = 65536

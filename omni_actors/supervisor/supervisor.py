@@ -35,7 +35,7 @@ from omni_actors.protocol import messages
 from omni_actors.protocol.mailbox import available
 from omni_actors.protocol.packets import close_all
 from omni_actors.supervisor import client_output, devices, worker_log
-from omni_actors.supervisor.deaths import Deaths
+from omni_actors.supervisor.deaths import DeathHandler
 from omni_actors.supervisor.desired_state import DesiredState, Part
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.heartbeat import watch_progress
@@ -83,7 +83,7 @@ class Supervisor:
         """Set when the first incarnation of every replica has begun, or the end has."""
         self.changes = trio.lowlevel.ParkingLot()
         """Woken whenever a replica's state or note changes."""
-        self._deaths = Deaths(self.replicas, stages, listener, self.changes)
+        self._deaths = DeathHandler(self.replicas, stages, listener, self.changes)
 
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
@@ -370,7 +370,7 @@ class Supervisor:
             case messages.Pong(number, gauges) if number == incarnation.ping:
                 incarnation.gauges, incarnation.last_pong_at = gauges, trio.current_time()
                 incarnation.pong.set()
-            case messages.Answer():
+            case messages.CallAnswer():
                 incarnation.calls.answer(message)
 
     def _load_failed(self, replica: Replica, error: str, number: int | None) -> None:

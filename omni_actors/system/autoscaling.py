@@ -61,7 +61,7 @@ class AutoscaleControl(ScaleControl):
         async with trio.open_nursery() as nursery:
             while True:
                 await trio.sleep(INTERVAL_S)
-                if self._orchestrator.is_held or stage in self._orchestrator.closures.asleep:
+                if self._orchestrator.is_dispatch_paused or stage in self._orchestrator.closures.asleep:
                     rule.hold(trio.current_time())
                     continue
                 demand = self._demand(stage)

@@ -173,7 +173,7 @@ class Control:
     async def _pause(self, mode: PauseMode) -> Replies:
         """As ``pause_generation``. No request is dispatched from the first moment on."""
         self._pauses += 1
-        self._orchestrator.hold(held=True)
+        self._orchestrator.set_dispatch_paused(paused=True)
         if mode == "abort":
             self._orchestrator.abort_all("generation was paused")
         elif mode == "wait":
@@ -195,12 +195,12 @@ class Control:
         self._release()
 
     def _release(self) -> None:
-        self._orchestrator.hold(held=False)
+        self._orchestrator.set_dispatch_paused(paused=False)
 
     async def is_paused(self) -> bool:
         """Return whether generation is paused."""
         await trio.lowlevel.checkpoint()
-        return self._orchestrator.is_held
+        return self._orchestrator.is_dispatch_paused
 
     @property
     def _is_frozen(self) -> bool:

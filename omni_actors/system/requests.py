@@ -98,7 +98,7 @@ class Requests:
         """Submit a request. It returns at once; reading the returned object reads the answer.
 
         Args:
-            prompt: A question, a conversation (see ``Messages``), or a raw prompt that passes the chat template:
+            prompt: A question, a conversation (see ``Messages``), or a raw prompt that bypasses the chat template:
                 ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or ``{"prompt_embeds": array}`` (see ``prompts``).
                 An iterator of the parts of a question is read to its end before a language model begins. A list of
                 prompts makes a request of each.

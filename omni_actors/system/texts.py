@@ -73,7 +73,7 @@ class TextControl(Control):
         """Return the embeddings of texts: pooled hidden states of a language model.
 
         Args:
-            texts: One or several. A text is taken as it is, past the chat template; a mapping is a raw prompt or a
+            texts: One or several. A text is taken as it is, without the chat template; a mapping is a raw prompt or a
                 conversation, as ``generate`` takes it.
             pooling: "mean" of all positions, or the "last" one.
             normalize: Whether the vectors get the length 1.

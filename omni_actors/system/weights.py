@@ -80,7 +80,7 @@ class WeightControl(Control):
             message = 'generation is paused with "keep", so the requests that run cannot end; resume it, or abort them'
             raise InvalidRequest(message, param="mode", code="paused")
         if not self._updating:
-            self._paused_before, self._own_pauses = self._orchestrator.is_held, self._pauses
+            self._paused_before, self._own_pauses = self._orchestrator.is_dispatch_paused, self._pauses
         self._own_pauses += 1
         self._updating = True
         await self._pause(mode)

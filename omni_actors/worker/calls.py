@@ -13,7 +13,7 @@ import msgspec
 
 from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.protocol import messages
-from omni_actors.protocol.messages import Answer, Call, CallRefusal, Desired
+from omni_actors.protocol.messages import Call, CallAnswer, CallRefusal, Desired
 from omni_actors.stages.base import Controllable, StageEngine, StageOutput
 from omni_actors.worker.profiler import WorkerProfiler
 
@@ -46,25 +46,25 @@ class WorkerCalls:
         for_client = output.data or output.tensors or output.last
         return {**output.data, "weights_version": self._weights_version} if for_client else {}
 
-    def answer(self, engine: StageEngine, call: Call) -> Answer:
+    def answer(self, engine: StageEngine, call: Call) -> CallAnswer:
         """Carry a call out and return the answer. Raises what the engine raises, other than ``InvalidRequest``."""
         try:
             value = self._call(engine, call)
         except Unsupported as error:
             refusal = CallRefusal(error.why[:LONGEST_REASON], unsupported=error.capability)
-            return Answer(call.number, refusal=refusal)
+            return CallAnswer(call.number, refusal=refusal)
         except InvalidRequest as error:
             refusal = CallRefusal(error.message[:LONGEST_REASON], param=error.param, code=error.code)
-            return Answer(call.number, refusal=refusal)
+            return CallAnswer(call.number, refusal=refusal)
         try:
             encoded = msgspec.msgpack.encode(value)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             message = f"the value cannot be sent: {error}"[:LONGEST_REASON]
-            return Answer(call.number, refusal=CallRefusal(message, code="answer_not_encodable"))
+            return CallAnswer(call.number, refusal=CallRefusal(message, code="answer_not_encodable"))
         if len(encoded) > LARGEST_VALUE:
             message = f"the answer has {len(encoded)} bytes; at most {LARGEST_VALUE} can be sent"
-            return Answer(call.number, refusal=CallRefusal(message, code="answer_too_large"))
-        return Answer(call.number, msgspec.Raw(encoded))
+            return CallAnswer(call.number, refusal=CallRefusal(message, code="answer_too_large"))
+        return CallAnswer(call.number, msgspec.Raw(encoded))
 
     def establish(self, engine: StageEngine, desired: Sequence[Desired]) -> None:
         """Bring a new engine to the desired state of its stage. Raises Unsupported, and what the engine raises."""

@@ -54,8 +54,9 @@ class EngineLoop:
     fence: the newest request number of earlier incarnations.
     control: brings commands, and takes the messages for the parent. Those of a turn are sent at its end.
     resumable: whether the engine is resumable (``stages.base``, rule 6).
-    gathering: bounds of gathered input; None: the engine gets each chunk as it arrives. pinning: page-locks the rings.
-    arena: of what is passed by handle; None: all travels as bytes.
+    gathering: bounds of gathered input; None: the engine gets each chunk as it arrives.
+    pinning: page-locks the rings.
+    arena: the memory of tensors that are passed by handle; None: all tensors travel as bytes.
 
     ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` when
     it made no progress.

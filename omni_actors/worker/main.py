@@ -58,7 +58,8 @@ def worker_main(
 ) -> NoReturn:
     """Run the process. It ends by ``os._exit``, so that exit handlers of native libraries cannot delay its end.
 
-    control_fd, stderr_fd, death_mutex_fd, lock_fds: inherited descriptors, which the worker now owns.
+    control_fd, bell_fd, stderr_fd, death_mutex_fd, lock_fds: inherited descriptors, which the worker now owns.
+    bell_fd: the eventfd that wakes the worker for control messages.
     parent_pid: the process that spawned it.
     """
     for stop_signal in STOP_SIGNALS:  # with a handler, not SIG_IGN: programs that an engine starts do not inherit it

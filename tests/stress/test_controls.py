@@ -54,7 +54,7 @@ def test_a_sound_system_passes_all_of_these(baseline: Workload, mark: str) -> No
 def test_a_request_that_is_answered_during_a_pause_is_found(
     baseline: Workload, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Dispatcher, "holds_back", lambda self, request: False)
+    monkeypatch.setattr(Dispatcher, "keeps_waiting", lambda self, request: False)
     pause = PauseGeneration("wait", 500)
     (violation,) = found(baseline, mark, pause, Wait(100), Submit("text, short"), Settle())
     assert "was answered while generation was paused" in violation

@@ -11,7 +11,7 @@ from omni_actors.config import Limits
 from omni_actors.errors import Aborted, DeadlineExceeded, RequestError, StageAsleep, StageCrashed, WorkerExit
 from omni_actors.outputs import Output
 from omni_actors.stress import judge
-from omni_actors.stress.judge import Closures, ObservedDeath, Period, Rules, TrackedRequest
+from omni_actors.stress.judge import ClosedPeriods, ObservedDeath, Period, Rules, TrackedRequest
 from omni_actors.stress.oracle import ExpectedAnswer, Oracle
 from omni_actors.stress.schedule import OnFailure
 from omni_actors.stress.workload import Template
@@ -140,7 +140,11 @@ def test_a_control_explains_what_happens_in_its_time_only(
 ) -> None:
     """The request is submitted at 1.0 and ends at 10.0. Without an error it is answered."""
     times = [Period(stages, began, ended)]
-    closures = {None: Closures(paused=times), Aborted: Closures(aborting=times), StageAsleep: Closures(asleep=times)}
+    closures = {
+        None: ClosedPeriods(paused=times),
+        Aborted: ClosedPeriods(aborting=times),
+        StageAsleep: ClosedPeriods(asleep=times),
+    }
     asked = TrackedRequest(
         name="r",
         template=TEMPLATE,

@@ -7,13 +7,13 @@ from contextlib import closing
 
 import pytest
 
-from omni_actors.protocol.messages import Answer, Call
+from omni_actors.protocol.messages import Call, CallAnswer
 from omni_actors.stages.base import StageEngine
 from omni_actors.worker.calls import WorkerCalls
 from tests.worker.test_calls import value_of
 
 
-def answered(engine: StageEngine, capability: str, **arguments: object) -> Answer:
+def answered(engine: StageEngine, capability: str, **arguments: object) -> CallAnswer:
     return WorkerCalls("here", lambda: 0).answer(engine, Call(1, capability, arguments))
 
 

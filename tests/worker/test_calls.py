@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from omni_actors.errors import InvalidRequest, Unsupported
-from omni_actors.protocol.messages import Answer, Call, CallRefusal, Desired
+from omni_actors.protocol.messages import Call, CallAnswer, CallRefusal, Desired
 from omni_actors.worker.calls import LARGEST_VALUE, WorkerCalls
 from tests.support.controllable_engine import ControllableEcho
 from tests.support.engine_loop_harness import LoopHarness, receive, send
@@ -18,7 +18,7 @@ def worker_calls() -> WorkerCalls:
 
 
 def value_of(message: object) -> object:
-    assert isinstance(message, Answer)
+    assert isinstance(message, CallAnswer)
     assert message.refusal is None
     return msgspec.msgpack.decode(message.value)
 
@@ -58,7 +58,7 @@ def test_a_call_is_answered_between_steps_in_the_order_of_the_commands(harness: 
     ],
 )
 def test_a_refusal(call: Call, refusal: CallRefusal) -> None:
-    assert worker_calls().answer(ControllableEcho(stage_context()), call) == Answer(3, refusal=refusal)
+    assert worker_calls().answer(ControllableEcho(stage_context()), call) == CallAnswer(3, refusal=refusal)
 
 
 def test_a_value_that_cannot_be_sent_is_a_refusal() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omni_actors.protocol.messages import Abort, Answer, Call, CheckpointMemory, Finished, Started
+from omni_actors.protocol.messages import Abort, Call, CallAnswer, CheckpointMemory, Finished, Started
 from omni_actors.worker.control import AttachCheckpoint
 from ringbuf import Consumer, FrameBorrowed, Producer, Snapshot, decode_bundle, encode_bundle
 from tests.support.checkpointing_engine import CheckpointingEngine, after, first_state, steps_done
@@ -142,13 +142,13 @@ def test_the_bound_of_the_worker_is_over_its_active_requests(begin: Begin) -> No
     harness, into, out = begin()
     bounds = {"checkpoint_bytes": PLENTY, "worker_retain_bytes": 2 * MEMORY_BYTES - 1}
     harness.post(Call(1, "freeze", {"frozen": True}))  # so that neither ends before the other has begun
-    assert harness.next_message() == Answer(1)
+    assert harness.next_message() == CallAnswer(1)
     for request in (1, 2):
         harness.start(request, **bounds)
         send(into, request, 0, last=True)
     harness.wait_asleep()
     harness.post(Call(2, "freeze", {"frozen": False}))
-    assert harness.next_message() == Answer(2)
+    assert harness.next_message() == CallAnswer(2)
     for _ in range(6):
         receive(out)
     assert messages_until_finished(harness) == [CheckpointMemory(1)]

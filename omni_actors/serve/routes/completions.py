@@ -1,4 +1,4 @@
-"""POST /v1/completions: the older text API. The model continues a raw prompt, which passes the chat template."""
+"""POST /v1/completions: the older text API. The model continues a raw prompt, which bypasses the chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: pooled hidden states of the pipeline's language model. Texts pass the chat template."""
+"""POST /v1/embeddings: pooled hidden states of the pipeline's language model. Texts bypass the chat template."""
 
 from __future__ import annotations
 

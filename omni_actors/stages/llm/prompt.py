@@ -94,7 +94,7 @@ class Prompt:
         """
         if self.raw:
             if tools:
-                raise InvalidRequest("tools: a chat template renders them, and a raw prompt passes it", param="tools")
+                raise InvalidRequest("tools: the chat template renders them; a raw prompt bypasses it", param="tools")
             return self._raw_tokens(vocabulary, context, kwargs)
         count = len(self.messages)
         refuse_beyond_context(kwargs.least(count), f"{count} messages of at least 1 token", context)

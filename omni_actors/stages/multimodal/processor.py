@@ -5,8 +5,8 @@ Rules
    replaces its video processor.
 2. A message is text. A control token in it ("<|im_start|>", "<|image_pad|>") is encoded as plain characters, so that a
    client can write neither a turn of another role nor a placeholder for an image that was not sent.
-3. A raw prompt passes the template, and its control tokens count. Its placeholders stand for the media of their kind in
-   order of index. An embedding needs no processing.
+3. A raw prompt bypasses the template, and its control tokens count. Its placeholders stand for the media of their kind
+   in order of index. An embedding needs no processing.
 4. An input beyond a limit is refused before it is decoded, resized or tokenized, if its size is known by then.
 """
 

@@ -17,6 +17,7 @@ from functools import partial
 import trio
 
 from omni_actors.cluster.lease import RENEWALS, GrantedLease, HeldLease
+from omni_actors.errors import NODE_LOST
 from omni_actors.stress.simulation.network import Network
 from omni_actors.stress.simulation.remote_worker import RemoteWorker
 from omni_actors.stress.simulation.worker import SimulatedWorker
@@ -162,7 +163,7 @@ class SimulatedAgent:
         self.lost = True
         self._on_lost(self, why)
         for worker in self.workers:
-            worker.fail(f"NodeLost: {self.node}: {why}")
+            worker.fail(f"{NODE_LOST}{self.node}: {why}")
         self._network.send(self._parent, self.node, self._disconnect)
         if self._granted is None:
             self._fence()

@@ -23,6 +23,7 @@ import trio
 from omni_actors.cluster.placement import Node
 from omni_actors.cluster.placements import Placements
 from omni_actors.config import Pipeline
+from omni_actors.errors import LINK_LOST
 from omni_actors.protocol.messages import CLIENT_ADDRESS, Address
 from omni_actors.stress.simulation.agent import SimulatedAgent
 from omni_actors.stress.simulation.edge_rings import EdgeRings
@@ -305,7 +306,7 @@ class SimulatedCluster:
         victim = self._views.get(producer if consumer == CLIENT_ADDRESS else consumer)
         if victim is not None:
             self._explain(victim.pid)
-            victim.fail(f"LinkLost: the link from {producer} on {edge.nodes[0]} to {consumer} on {edge.nodes[1]}")
+            victim.fail(f"{LINK_LOST}the link from {producer} on {edge.nodes[0]} to {consumer} on {edge.nodes[1]}")
 
     # the end
 

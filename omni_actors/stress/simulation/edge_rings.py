@@ -19,8 +19,7 @@ import trio
 from omni_actors.protocol.messages import Address
 from omni_actors.stress.simulation.network import Network
 from omni_actors.supervisor.edges import InputEdge, receive_frames
-from omni_actors.supervisor.process import RingEnd
-from ringbuf import Consumer, Producer, Ring, RingStatistics
+from ringbuf import Consumer, EndName, Producer, Ring, RingStatistics
 
 WINDOW = 8
 """The most records on their way: what the buffers of a TCP connection hold."""
@@ -48,7 +47,7 @@ class EdgeRings:
         self.rings = {node: Ring.create(capacity, generation=generation) for node in dict.fromkeys(nodes)}
         self.is_closed = self.is_broken = False
         """Closed by the parent; ended by the network."""
-        self._dead: RingEnd | None = None
+        self._dead: EndName | None = None
         """The end whose worker is dead."""
         self._scope = trio.CancelScope()
         self._running = False
@@ -76,7 +75,7 @@ class EdgeRings:
         """Claim the client's end."""
         return self.rings[self._parent].claim_consumer()
 
-    def close_end(self, end: RingEnd) -> None:
+    def close_end(self, end: EndName) -> None:
         """Note that the worker of an end is dead. ``close`` closes the end."""
         self._dead = end
 

@@ -55,7 +55,7 @@ class SimulatedClient(Client[SimulatedRequest]):
     ) -> None:
         super().__init__(workload, journal.tally, trio.current_time, row_at=lambda at: journal.row)
         self._draw, self._spawner, self._journal = draw, spawner, journal
-        self.closures = judge.Closures()
+        self.closures = judge.ClosedPeriods()
         self._poison: dict[SimulatedRequest, str] = {}
         """The poison requests, and the stages whose engines they break."""
 

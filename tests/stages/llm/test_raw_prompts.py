@@ -1,4 +1,4 @@
-"""Raw prompts of the llm engine: text past the chat template, token ids, and embeddings."""
+"""Raw prompts of the llm engine: text without the chat template, token ids, and embeddings."""
 
 from __future__ import annotations
 

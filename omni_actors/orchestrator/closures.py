@@ -1,4 +1,4 @@
-"""What keeps a stage, or the whole system, from taking new requests, other than failures and load."""
+"""The stages that sleep, and whether the system shuts down: new requests that need them are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from omni_actors.orchestrator.routes import Route
 
 
 class Closures:
-    """The stages that sleep, and whether the system is shutting down."""
+    """Refuses new requests for sleeping stages, and all new requests while the system shuts down."""
 
     def __init__(self) -> None:
         self.asleep: set[str] = set()
