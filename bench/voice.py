@@ -22,20 +22,11 @@ import trio
 from rich.console import Console
 from rich.table import Table
 
+from bench.questions import QUESTIONS
 from omni_actors import OmniSystem
 from omni_actors.config import load, parse_overrides
 
 QUESTION = "Write three sentences about the sea."
-QUESTIONS = (
-    "What is the capital of France?",
-    "Why is the sky blue?",
-    "Name a famous painter.",
-    "What is the largest ocean?",
-    "How many days are in a week?",
-    "What do bees make?",
-    "Who wrote Hamlet?",
-    "What is ice made of?",
-)
 MAX_TOKENS = 256
 BATCH_TOKENS = 48
 BATCH_ROUNDS = 5

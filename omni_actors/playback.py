@@ -19,13 +19,11 @@ class Playback:
     """The player of one stream. All times are seconds of one monotonic clock.
 
     Args:
-        budget_s: See rule 1.
         ends: When the player will have played what it has from an earlier stream, behind which it plays this one. None:
             it has nothing.
     """
 
-    def __init__(self, budget_s: float = BUDGET_S, *, ends: float | None = None) -> None:
-        self._budget_s = budget_s
+    def __init__(self, *, ends: float | None = None) -> None:
         self._ends = ends
         """When the player will have played everything that it has; None before the first sound."""
         self.underruns = 0
@@ -45,9 +43,9 @@ class Playback:
         """
         gap_s = 0.0
         if self._ends is None:
-            self._ends = at + self._budget_s
+            self._ends = at + BUDGET_S
         elif at > self._ends:
-            begins = at + self._budget_s
+            begins = at + BUDGET_S
             gap_s = begins - self._ends
             self.underruns += 1
             self.silence_s += gap_s

@@ -41,6 +41,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.deaths": set(),
     "omni_actors.errors": {"omni_actors.deaths"},
     "omni_actors.transitions": set(),
+    "omni_actors.stage_graph": set(),
     "omni_actors.log_events": {"omni_actors.errors"},
     "omni_actors.validation": set(),
     "omni_actors.playback": set(),
@@ -75,6 +76,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.supervisor": {
         *WORKER,
         *("omni_actors.worker", "omni_actors.config", "omni_actors.transitions", "omni_actors.log_events"),
+        "omni_actors.stage_graph",
     },
     "omni_actors.cluster": {
         *("omni_actors.errors", "omni_actors.config", "omni_actors.protocol", "omni_actors.protocol.messages"),
@@ -82,6 +84,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.orchestrator": {
         *("omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", "omni_actors.transitions"),
+        "omni_actors.stage_graph",
         *LEAVES,
     },
     "omni_actors.outputs": {"omni_actors.errors", "ringbuf"},

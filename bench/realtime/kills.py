@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from bench.questions import QUESTIONS
 from bench.realtime.server import Server, config, serving
 from bench.realtime.user import SESSION_ERRORS, Underrun, User, noise_below, reasons, say, talking
 
@@ -32,16 +33,6 @@ VARIANTS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "standby: 1, llm waits": (True, (*STANDBYS, *(f"stages.llm.{change}" for change in WAITING))),
 }
 """Whether stages are killed, and changes of the pipeline."""
-QUESTIONS = (
-    "What is the capital of France?",
-    "Why is the sky blue?",
-    "Name a famous painter.",
-    "What is the largest ocean?",
-    "How many days are in a week?",
-    "What do bees make?",
-    "Who wrote Hamlet?",
-    "What is ice made of?",
-)
 NOISE_DB = (20, 10)
 INSTRUCTIONS = "You are a helpful assistant. Answer in one or two short sentences."
 MAX_TOKENS = 64

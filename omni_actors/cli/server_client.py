@@ -134,16 +134,13 @@ def _reason(error: BaseException) -> str:
 
 
 @asynccontextmanager
-async def open_server(
-    url: str, api_key: str | None, *, read_timeout_s: float | None = None, max_connections: int | None = None
-) -> AsyncIterator[Server]:
+async def open_server(url: str, api_key: str | None, *, read_timeout_s: float | None = None) -> AsyncIterator[Server]:
     """Open a client for the block.
 
     Args:
         url: The server's address, with or without "/v1".
         api_key: The key to send; None: none.
         read_timeout_s: The longest silence while an answer is read; None: no limit.
-        max_connections: The limit of connections; None: no limit.
 
     Raises click.UsageError: ``url`` is not the URL of a server, no header can carry the key, or the certificates that
     SSL_CERT_FILE and SSL_CERT_DIR name cannot be read.
@@ -159,7 +156,7 @@ async def open_server(
     if not (api_key.isascii() and api_key.isprintable()):
         raise click.BadParameter("an API key may contain printable ASCII characters only", param_hint="--api-key")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)  # the defaults are 100 and 20
     timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=read_timeout_s, write=read_timeout_s, pool=None)
     is_tls = parsed.scheme == "https"  # without TLS, no certificates are read, which takes time
     try:

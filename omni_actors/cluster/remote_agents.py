@@ -29,6 +29,8 @@ from omni_actors.cluster.strangers import BACKLOG, Strangers
 from omni_actors.cluster.tls import Credentials
 from omni_actors.cluster.transfers import Transport
 
+START_S: Final = 120.0
+"""How long an agent may take to start."""
 RESTART_S: Final = (1.0, 30.0)
 """Seconds between the end of an agent and the start of its successor: the first time, and at most after failures."""
 
@@ -40,7 +42,7 @@ class RemoteAgents:
         starter: Starts the agents' processes.
         secret: What agents prove to know.
         host: The parent's own IP address, at which it accepts agents.
-        lease_s, start_s, tls, transport: See ``spawner.open_cluster``.
+        lease_s, tls, transport: See ``spawner.open_cluster``.
         on_up, on_lost: Called with the name of a node whose agent has a lease now, or is lost.
         on_link_lost: Called with the generation of a ring whose link has broken, and the reason.
     """
@@ -52,7 +54,6 @@ class RemoteAgents:
         secret: bytes,
         host: str,
         lease_s: float,
-        start_s: float,
         tls: Credentials | None,
         transport: Transport,
         on_up: Callable[[str], None],
@@ -63,7 +64,7 @@ class RemoteAgents:
         """Host and port at which agents connect, once they are accepted."""
         self.newest: dict[str, RemoteAgent] = {}
         """By node."""
-        self._starter, self._secret, self._lease_s, self._start_s = starter, secret, lease_s, start_s
+        self._starter, self._secret, self._lease_s = starter, secret, lease_s
         self._credentials, self._tls = tls, None if tls is None else tls.contexts()
         self._transport: Transport = transport
         self._on_up, self._on_lost, self._on_link_lost = on_up, on_lost, on_link_lost
@@ -131,10 +132,10 @@ class RemoteAgents:
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._start, agent)
-                    with trio.move_on_after(self._start_s):
+                    with trio.move_on_after(START_S):
                         await agent.up.wait()
                     if not agent.up.is_set():
-                        agent.give_up(f"it has not started within {self._start_s:g} s")
+                        agent.give_up(f"it has not started within {START_S:g} s")
                     await agent.fenced.wait()
                     nursery.cancel_scope.cancel()
             finally:

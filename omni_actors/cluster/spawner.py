@@ -44,7 +44,6 @@ from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner,
 from ringbuf import EndName, Ring
 
 LEASE_S: Final = 10.0
-START_S: Final = 120.0
 """Seconds that an agent has from its start to its first lease. Its start may include that of Ray's helper."""
 LINK_S: Final = 1.0
 """Seconds in which the loss of a node or the death of a worker explains that a link breaks."""
@@ -69,7 +68,6 @@ class ClusterSpawner:
         *,
         host: str,
         lease_s: float,
-        start_s: float,
         tls: Credentials | None,
         transport: Transport,
     ) -> None:
@@ -84,7 +82,6 @@ class ClusterSpawner:
             secret=self._secret,
             host=host,
             lease_s=lease_s,
-            start_s=start_s,
             tls=tls,
             transport=transport,
             on_up=lambda name: places.join(self._nodes[name]),
@@ -334,7 +331,6 @@ async def open_cluster(
     *,
     host: str = "127.0.0.1",
     lease_s: float = LEASE_S,
-    start_s: float = START_S,
     tls: Credentials | None = None,
     transport: Transport = "tcp",
     replan: Callable[[], None] | None = None,
@@ -347,7 +343,6 @@ async def open_cluster(
         places: Says where each worker runs.
         host: The parent's own IP address, at which it accepts agents and links.
         lease_s: For how long, in seconds, the workers of a node may run without hearing of the parent.
-        start_s: How long an agent may take to start.
         tls: What nodes use TLS with (``make_credentials``); None: they use none.
         transport: What carries large records between nodes.
         replan: Called when some nodes have no agent at first. It places the workers on the others, or raises NoPlace.
@@ -355,9 +350,7 @@ async def open_cluster(
 
     A cancellation from outside ends the block, and then the agents. Raises ClusterUnavailable.
     """
-    spawner = ClusterSpawner(
-        nodes, starter, places, host=host, lease_s=lease_s, start_s=start_s, tls=tls, transport=transport
-    )
+    spawner = ClusterSpawner(nodes, starter, places, host=host, lease_s=lease_s, tls=tls, transport=transport)
     async with open_shielded_nursery() as nursery:
         await nursery.start(spawner.run)
         await spawner.wait_up(replan)

@@ -13,7 +13,7 @@ Rules
 3. An extent of outgoing memory may be taken back at any time. Its stamp is cleared first, so a READ of it that is under
    way fails (``nixl_process``, rule 2). An extent of incoming memory is used again when no READ writes into it.
 4. When the process ends, what it had to read fails, and ``is_up`` is False from then on: links use TCP. A process that
-   has not read something after ``read_s`` is ended.
+   has not read something after ``READ_S`` is ended.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ MOST_OFFER: Final = 32 << 10
 MOST_ORDERS: Final = 4096
 """So many may wait for the process, beyond those in its socket."""
 START_S: Final = 10.0
+READ_S: Final = 60.0
+"""How long a read of another node's memory may take."""
 _FAILED_S: Final = 10.0
 """How long an extent is left alone after a READ into it has failed: a network card may be slower than its error."""
 _NOTHING: Final = bytes(8)
@@ -180,14 +182,17 @@ class Fetch:
 
 
 class Transfers:
-    """Started by its construction, which waits for NIXL: about a second. ``watch`` follows, in the pump's thread."""
+    """The NIXL process of a pump, the staging memory, and the reads that are under way.
+
+    The constructor starts the process and waits for NIXL: about a second. ``watch`` follows, in the pump's thread.
+    """
 
     offer: bytes
     """What other nodes ``load``."""
+    read_s: float = READ_S
 
-    def __init__(self, *, read_s: float = 60.0) -> None:
-        """Raises NixlUnavailable, OSError (no descriptors, no memory). read_s: how long a fetch may take."""
-        self.read_s = read_s
+    def __init__(self) -> None:
+        """Raises NixlUnavailable, OSError (no descriptors, no memory)."""
         if importlib.util.find_spec(PACKAGE) is None:
             raise NixlUnavailable("the package is not installed (pip install 'omni-actors[nixl]')")
         with ExitStack() as undo:

@@ -53,8 +53,9 @@ class Readers:
         cut: Callable[[Request, RequestError], None],
         on_close: Callable[[Request], None],
     ) -> None:
-        self._limits, self.unread = limits, Unread(limits)
-        """unread: the accounts. Only this object changes them."""
+        self.unread = Unread(limits)
+        """The accounts of unread output. Only this object changes them."""
+        self._limits = limits
         self._deadlines, self._replicas, self._cut, self._on_close = deadlines, replicas, cut, on_close
         self._requests: dict[Account, Request] = {}
 

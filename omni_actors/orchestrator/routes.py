@@ -14,7 +14,7 @@ from graphlib import TopologicalSorter
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.messages import CLIENT
-from omni_actors.supervisor.restart import downstream_stages
+from omni_actors.stage_graph import downstream_stages
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import trio
 from omni_actors.config import Stage
 from omni_actors.errors import Death, StageFailed, WorkerExit
 from omni_actors.protocol.messages import Address
+from omni_actors.stage_graph import downstream_stages
 from omni_actors.supervisor import giving_up, restart, worker_log
 from omni_actors.supervisor.incarnation import IncarnationEvent
 from omni_actors.supervisor.listener import Listener
@@ -94,5 +95,5 @@ class DeathHandler:
         if replica.policy.strategy == "one_for_one":
             return []
         inputs = {name: stage.inputs for name, stage in self._stages.items()}
-        downstream = restart.downstream_stages([replica.address.stage], inputs)
+        downstream = downstream_stages([replica.address.stage], inputs)
         return [each for each in running if each.address.stage in downstream]

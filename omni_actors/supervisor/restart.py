@@ -17,7 +17,6 @@ Rules
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
 
 from omni_actors.config import Restart
 from omni_actors.errors import WorkerExit
@@ -39,16 +38,3 @@ def why_never_restarted(policy: Restart, exit: WorkerExit) -> str | None:
     if policy.type == "temporary" or (policy.type == "transient" and exit.exit_code == 0):
         return f"{exit}; it is {policy.type}"
     return None
-
-
-def downstream_stages(stages: Iterable[str], inputs: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    """Return all stages that use the output of one of ``stages``, directly or through others, in topological order.
-
-    inputs: the upstream stages of each stage, in topological order.
-    """
-    feeding, found = set(stages), []
-    for stage, sources in inputs.items():
-        if not feeding.isdisjoint(sources):
-            feeding.add(stage)
-            found.append(stage)
-    return tuple(found)

@@ -56,7 +56,6 @@ class Supervisor:
     specs: the workers to run at first.
     stages: the configuration of each stage, in topological order.
     mailbox_capacity: how many control messages may wait for one worker before it is killed.
-    desired: what the workers of each stage are to have beside requests.
     """
 
     def __init__(
@@ -68,14 +67,14 @@ class Supervisor:
         spawner: Spawner,
         listener: Listener,
         mailbox_capacity: int,
-        desired: DesiredState | None = None,
     ) -> None:
         self.stages = stages
         self.replicas = {spec.address: Replica(spec, stages[spec.address.stage]) for spec in specs}
         self._generations: dict[messages.Address, int] = {}
         """The last generations of removed replicas."""
         self._edges, self._spawner, self._listener, self._mailbox_capacity = edges, spawner, listener, mailbox_capacity
-        self.desired = desired or DesiredState()
+        self.desired = DesiredState()
+        """What the workers of each stage are to have beside requests."""
         self._nursery: trio.Nursery | None = None
         self._context = contextvars.Context()
         """That of ``run``."""

@@ -18,18 +18,10 @@ from omni_actors.protocol.messages import (
     EngineFailed,
 )
 from omni_actors.supervisor.replica import ReplicaState
-from omni_actors.supervisor.restart import downstream_stages, restart_delay_s
+from omni_actors.supervisor.restart import restart_delay_s
 from tests.supervisor.simulated_supervisor import DIAMOND, POLICY, SimulatedSystem, SimulatedWorker
 
 # restart strategies
-
-
-@pytest.mark.parametrize(
-    ("stage", "downstream"),
-    [("ear", {"mind", "voice", "face"}), ("eye", {"face"}), ("mind", {"voice", "face"}), ("face", set())],
-)
-def test_downstream_stages(stage: str, downstream: set[str]) -> None:
-    assert set(downstream_stages([stage], DIAMOND)) == downstream
 
 
 @pytest.mark.parametrize(
