@@ -219,7 +219,7 @@ class Overloaded(RequestError):
 
     def __init__(self, limit: int, retry_after_s: float, stage: str | None = None) -> None:
         self.limit, self.retry_after_s, self.stage = limit, retry_after_s, stage
-        why = f"the limit of requests in flight is reached, which is {limit}"
+        why = f"{limit} requests are in flight, which is the limit (limits.max_requests)"
         if stage is not None:
             why = f"stage {stage!r} does not keep up with its control messages"
         super().__init__(f"{why}; try again in {retry_after_s:.0f} s")
@@ -371,15 +371,27 @@ class WorkerLost(CallError):
     """A replica has no worker at the moment, or its worker ended before it answered.
 
     Attributes:
-        exit: How the worker ended; None if no worker has ended.
+        exit: How the worker ended; if there was none, how the replica's last worker died. None if no worker has died.
         raised: Whether it ended because its engine raised in a call: this one, or one before it.
+        had_worker: Whether a worker had received the call, and ended before it answered.
     """
 
     def __init__(
-        self, stage: str, replica: int, capability: str, exit: WorkerExit | None, *, raised: bool = False
+        self,
+        stage: str,
+        replica: int,
+        capability: str,
+        exit: WorkerExit | None,
+        *,
+        raised: bool = False,
+        had_worker: bool = False,
     ) -> None:
-        self.exit, self.raised = exit, raised
-        super().__init__(stage, replica, capability, "it has no worker" + ("" if exit is None else f"; {exit}"))
+        self.exit, self.raised, self.had_worker = exit, raised, had_worker
+        if had_worker:
+            why = "its worker " + ("was stopped before it answered" if exit is None else f"died: {exit}")
+        else:
+            why = "it has no worker" + ("" if exit is None else f"; its last death: {exit}")
+        super().__init__(stage, replica, capability, why)
 
 
 class StageFailed(OmniError):

@@ -250,7 +250,7 @@ class DevicesAwaited(LogEvent, frozen=True, kw_only=True):
 
     Attributes:
         nodes: which have the devices.
-        at_most_s: how long it waits before it does with those that are free.
+        at_most_s: how long it waits; after that it uses only the devices that are free.
     """
 
     level: ClassVar[int] = logging.WARNING

@@ -139,7 +139,7 @@ async def test_a_lock_that_cannot_be_taken_is_a_start_that_failed(
             await wait_for(omni, lambda: len(omni.health().stages["only"][0].history) >= 2)
         failed = omni._supervisor.replicas[Address("only", 0)].history[1].exit
         assert failed.exit_code == NOT_STARTED
-        assert "no lock of devices" in failed.stderr_tail[0]
+        assert "the device locks of worker only.0 could not be opened" in failed.stderr_tail[0]
         await wait_for(omni, lambda: omni.health().ready)
 
 

@@ -34,7 +34,7 @@ EACH = [
     errors.StageUnavailable(FAILED, 1.0),
     errors.CallTimedOut("llm", 0, "sleep", 1.0),
     errors.TooManyCalls("llm", 0, "sleep", 16),
-    errors.WorkerLost("llm", 0, "sleep", EXIT, raised=True),
+    errors.WorkerLost("llm", 0, "sleep", EXIT, raised=True, had_worker=True),
     FAILED,
 ]
 

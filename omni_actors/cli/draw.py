@@ -27,7 +27,7 @@ from omni_actors.system import OmniSystem
 from omni_actors.system.pictures import seed_of
 
 PREVIEWS = 5
-"""On a terminal, a preview comes after each so many steps."""
+"""On a terminal, the number of steps from one preview to the next."""
 
 
 @click.command()
@@ -66,7 +66,7 @@ PREVIEWS = 5
 @click.option(
     "--previews",
     type=click.IntRange(min=0),
-    help=f"A preview after each so many steps; by default {PREVIEWS} on a terminal, else none.",
+    help=f"Show a preview after every N steps; by default {PREVIEWS} on a terminal, else none.",
 )
 @verbose_option
 @override_option

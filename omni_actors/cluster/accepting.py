@@ -2,8 +2,8 @@
 
 Rule 1: a connection is authenticated within ``handshake_s`` seconds, and few are not (``strangers``). A node whose
 connection made room for others connects again.
-Rule 2: an authenticated connection may come before its link is expected, because nobody orders the two nodes. It then
-waits for ``handshake_s`` seconds; after that it is dropped, and that node connects again.
+Rule 2: an authenticated connection may come before its link is expected, because the two nodes are not synchronised. It
+then waits for ``handshake_s`` seconds; after that it is dropped, and that node connects again.
 Rule 3: without descriptors, nothing is accepted for a moment; what waits in the backlog stays there.
 """
 

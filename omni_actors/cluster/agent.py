@@ -56,7 +56,7 @@ from ringbuf import RingStatistics
 REPORT_S: Final = 0.5
 """How often the counters of rings are reported while they change."""
 LOG_LINES: Final = 1000
-"""Lines of the workers' stderr are dropped, and counted, from when so many messages wait to be sent until half do."""
+"""When this many messages wait to be sent, the workers' log lines are dropped, and counted, until half as many wait."""
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):

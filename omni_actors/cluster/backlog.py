@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 REPORTS: Final = 16
-"""The agent sends one report for so many parts of a mailbox's capacity."""
+"""An agent reports each time that a mailbox has taken one part of its capacity, divided into this many parts."""
 
 
 class Backlog:
@@ -44,7 +44,7 @@ class Backlog:
         self._posted += 1
 
     def on_taken(self, count: int) -> None:
-        """The agent has reported that the mailbox has taken so many messages, since the worker's start."""
+        """Record the agent's report of how many messages the mailbox has taken since the worker's start."""
         self._taken = count
 
 

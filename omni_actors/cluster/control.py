@@ -109,7 +109,7 @@ class Unusable(_Message, frozen=True):
 
 
 class Taken(_Message, frozen=True):
-    """The worker's mailbox has taken so many messages since its start (``backlog``)."""
+    """How many messages the worker's mailbox has taken since the worker's start (``backlog``)."""
 
     worker: int
     count: int

@@ -28,7 +28,10 @@ PAUSE_S: Final = (0.02, 1.0)
 
 
 class _Dial:
-    """due: when to begin the next attempt; while there is one, when to give it up."""
+    """A link that has no connection yet, and its latest attempt to get one.
+
+    due: when to begin the next attempt, or during an attempt when to give that up. deadline: when to give up the link.
+    """
 
     def __init__(self, link: SendingLink, now: float, deadline: float) -> None:
         self.link, self.due, self.deadline = link, now, deadline

@@ -11,9 +11,9 @@ from omni_actors.protocol.messages import Address
 
 
 class AgentEnd(NamedTuple):
-    """The end of an agent, or of what is known of it.
+    """How an agent ended, as far as the parent knows.
 
-    certain: whether its process has ended; False if its node cannot be asked. why: the reason, in words.
+    certain: whether its process is known to have ended; False if the state of its node is unknown. why: the reason.
     """
 
     certain: bool
@@ -52,5 +52,5 @@ class Places(Protocol):
         ...
 
     def forget(self, name: str) -> None:
-        """Name a lost node no more."""
+        """Forget a lost node: it is not mentioned any more when a worker has no place."""
         ...

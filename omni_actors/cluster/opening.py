@@ -16,7 +16,10 @@ from omni_actors.cluster.link import ALIVE
 
 
 class Opening:
-    """deadline: by the pump's clock; then the pump gives it up."""
+    """A connection of a link, until both sides are authenticated and the link is open.
+
+    deadline: when the pump gives it up, by the pump's clock.
+    """
 
     def __init__(
         self, connection: socket.socket, handshake: Handshake, *, tls: Tls | None, host: str | None, deadline: float

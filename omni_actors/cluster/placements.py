@@ -112,5 +112,5 @@ class Placements:
         self._changed.unpark_all()  # a reason changes; a worker that waits for a colocated one may move with it
 
     def forget(self, name: str) -> None:
-        """Name a lost node no more, in reasons and elsewhere."""
+        """Forget a lost node: it is not mentioned any more when a worker has no place."""
         self._nodes.pop(name, None)

@@ -27,7 +27,7 @@ _PEM_CERTIFICATE: Final = "TLS certificate"
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """What a side of a connection proves who it is with. certificate, key: as PEM."""
+    """The certificate and the key with which one side of a connection proves its identity, as PEM."""
 
     certificate: bytes
     key: bytes

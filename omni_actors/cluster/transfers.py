@@ -143,7 +143,7 @@ class Staged:
 
 
 class Source:
-    """The outgoing memory of another node. is_loaded: it can be read. wake: called when it can."""
+    """The outgoing memory of another node. is_loaded: whether it can be read. wake: called when it can be."""
 
     def __init__(self, number: int, wake: Callable[[], None]) -> None:
         self.number, self.wake = number, wake
@@ -151,9 +151,9 @@ class Source:
 
 
 class Fetch:
-    """A record that is read from another node into incoming memory. is_over: it has been read, unless ``why`` is set.
+    """The READ of one record from another node into incoming memory.
 
-    wake: called when it is over.
+    is_over: whether the READ has ended. why: the reason if it failed; else empty. wake: called when it has ended.
     """
 
     def __init__(self, transfers: Transfers, begin: int, memory: memoryview, wake: Callable[[], None]) -> None:
@@ -170,7 +170,10 @@ class Fetch:
             self._give()
 
     def end(self, why: str = "", *, gives: bool = True) -> None:
-        """The READ is over. why: in vain. gives: whether its extent can be used again."""
+        """Record that the READ has ended.
+
+        why: the reason if it failed. gives: whether its extent of incoming memory can be used again.
+        """
         self.is_over, self.why, self._gives = True, why, gives
         self._give()
         if not self._is_released:

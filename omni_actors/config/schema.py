@@ -98,7 +98,7 @@ class Autoscale(Section, frozen=True, kw_only=True):
     queue_time_s: PositiveFloat = 1.0
     """Seconds that a request may queue before replicas are added."""
     down_after_s: PositiveFloat = 300.0
-    """Replicas are removed that were not needed at any time within so many seconds."""
+    """Replicas that were not needed at any time within this many seconds are removed."""
     concurrency: Positive | None = None
     """Requests that one replica serves at a time; further ones count as queued. Null means the engine's option
     ``max_batch``, or 1 if it has none."""

@@ -73,7 +73,7 @@ class Placement:
         return replica.accepts_work and address not in self._reserved and replica not in self._free(stage)
 
     def is_spare(self, replica: Replica) -> bool:
-        """Return whether a stage does without a replica that has just died: it was a standby, or about to become one."""
+        """Return whether a stage does without a replica that has just died: a standby, or one that would become one."""
         if self._load(replica.address) or replica.address in self._reserved:
             return False
         before = [
@@ -88,8 +88,8 @@ class Placement:
     def congested(self, stages: Iterable[str]) -> str | None:
         """Return a stage whose free replicas are all congested, or None.
 
-        A congested worker need not hang: aborts are control messages too, so many short requests can outrun a worker
-        that gets little CPU time.
+        A congested worker need not hang: aborts are control messages too, so a flood of short requests can outrun a
+        worker that gets little CPU time.
         """
         for stage in stages:
             if any(each.congested for each in self._of_stage[stage]):

@@ -79,9 +79,10 @@ class Deaths:
         return max((self.charged[stage] for stage in self.to_charge), default=0)
 
     def cause(self, stages: Collection[str]) -> Loss:
-        """Return the latest death of a stage among these, which start again; the latest of all if it is none of theirs.
+        """Return the death because of which ``stages`` start again.
 
-        Not that of a stage that is not needed.
+        That is the latest death of one of them that was not started again since; without one, the latest death of all.
+        A stage whose output is not needed does not start again, so its death is passed over.
         """
         theirs = [each for each in self.losses if each.restarted is None and each.crash.stage in stages]
         return (theirs or self.losses)[-1]
@@ -103,9 +104,8 @@ class Deaths:
     def output_arrived(self, stage: str, upstream: Collection[str], now: float) -> None:
         """Record that a new output of a stage has arrived. upstream: the stages before it. now: CLOCK_MONOTONIC.
 
-        If this stage or one upstream has started again, the replays before do not count any more, unless the request
-        may have caused one of the deaths. The output may still come from before the latest death; there are only so
-        many of these.
+        If this stage or one upstream has started again, earlier replays do not count any more, unless the request may
+        have caused one of the deaths. The output may have been made before the latest death; few such outputs remain.
         """
         restarted = [loss for loss in self.losses if loss.restarted is not None]
         for loss in restarted:

@@ -33,7 +33,7 @@ SLACK = 4
 SESSIONS, PREFIXES = 4096, 16384
 """How many sessions, and blocks of prompts, are remembered for each stage."""
 BLOCK_BYTES, BLOCKS = 256, 64
-"""A prompt's prefix is known in blocks of this size, up to so many blocks."""
+"""The size of the blocks in which a prompt's prefix is known, and the most blocks of a prompt."""
 
 
 class Candidate(NamedTuple):

@@ -314,7 +314,7 @@ class StageStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The name of the worker's node; None without a cluster."""
 
     def later(self, seconds: float) -> StageStats:
-        """Return the same with all times later by so many seconds."""
+        """Return the same statistics with ``seconds`` added to every time."""
         times = {name: getattr(self, name) for name in ("started", "first_input", "first_output", "finished")}
         moved = {name: time + seconds for name, time in times.items() if time is not None}
         return msgspec.structs.replace(self, **moved)

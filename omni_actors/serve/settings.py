@@ -38,7 +38,7 @@ class ServerSettings:
         allow_hosts: the accepted values of the header Host, without a port. Empty: all.
         drain_notice_s: the time after the first signal in which /health reports 503 and new requests are still served.
         drain_s: the time that requests in progress have to end after that.
-        max_connections: the limit of connections, which is lower if the process may not open so many files.
+        max_connections: the limit of connections, which is lower if the process may not open that many files.
         max_connections_per_address: the limit of connections from one address.
         enable_admin: have the routes of an operator (``routes.admin``), for which there must be a key.
         exit_on_failed_stage: raise StageFailed when a stage is given up, instead of trying it again.

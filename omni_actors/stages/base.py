@@ -163,7 +163,8 @@ class StageOutput(msgspec.Struct, frozen=True):
     """Whether this output ends the request in this stage."""
     decisions: Decisions = ()
     """What a resumable engine decided since its previous output for the request: all that a new incarnation needs, with
-    the request's input, to go on behind this output. A few bytes: they travel with the chunk. See ``MOST_DECISIONS``."""
+    the request's input, to go on behind this output. A few bytes: they travel with the chunk. At most
+    ``MOST_DECISIONS``."""
     downstream: Mapping[str, TensorLike] = {}
     """More tensors, such as hidden states, for downstream stages only. They arrive in ``Chunk.tensors`` together with
     ``tensors``, so no name may be in both."""

@@ -36,7 +36,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option(
     "--nodes",
     type=click.IntRange(min=2, max=1000),
-    help="With --simulate: run the workers on so many simulated nodes, which are lost and cut off.",
+    help="With --simulate: run the workers on this many simulated nodes, which are lost and cut off.",
 )
 @click.option(
     "--json",

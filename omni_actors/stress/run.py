@@ -115,7 +115,7 @@ def _slow_closing(workload: Workload, closed_s: float) -> list[Violation]:
         allowed_s += 2 * LEASE_S  # the workers of a lost node may be waited for
     if closed_s <= allowed_s:
         return []
-    return [Violation("hung", f"closing took {closed_s:.1f} s; {allowed_s:g} s are fair")]
+    return [Violation("hung", f"closing took {closed_s:.1f} s; at most {allowed_s:g} s are allowed")]
 
 
 def ask_oracle(workload: Workload) -> None:

@@ -86,13 +86,10 @@ class PendingCall:
         self.on_end(reply)
         self._ended.set()
 
-    def lose(self, exit: WorkerExit | None, *, raised: bool = False) -> None:
-        """End the call: the worker will not answer.
-
-        exit: how it ended, or the one before it; None if none has. raised: whether its engine raised in a call.
-        """
-        stage, replica = self.address.stage, self.address.replica
-        self.end(Reply(error=WorkerLost(stage, replica, self.capability, exit, raised=raised)))
+    def lose(self, exit: WorkerExit | None, *, raised: bool = False, had_worker: bool = False) -> None:
+        """End the call: no worker will answer. The arguments are those of ``WorkerLost``."""
+        where = self.address.stage, self.address.replica
+        self.end(Reply(error=WorkerLost(*where, self.capability, exit, raised=raised, had_worker=had_worker)))
 
     async def wait(self) -> Reply:
         """Wait for the reply until the call's timeout. Cancelling the wait does not cancel the call."""
@@ -145,10 +142,13 @@ class Calls:
             pending.end(Reply(error=InvalidRequest(refusal.message, param=refusal.param, code=refusal.code)))
 
     def lose(self, exit: WorkerExit | None, *, raised: bool = False) -> None:
-        """End all calls: the worker answers no more. raised: whether its engine raised in a call."""
+        """End all calls: the worker answers no more.
+
+        exit: how it died; None if it was stopped. raised: whether its engine raised in a call.
+        """
         pending, self._pending = self._pending, {}
         for call in pending.values():
-            call.lose(exit, raised=raised)
+            call.lose(exit, raised=raised, had_worker=True)
 
 
 def require_sendable(capability: Any, arguments: Any, timeout_s: Any) -> None:

@@ -40,7 +40,7 @@ async def lock_devices(replica: Replica, devices: tuple[str, ...]) -> None:
         try:
             await incarnation.device_locks.acquire(devices, replica.stage.device_lock_timeout_s)
         except OSError as error:
-            raise SpawnFailed(f"no lock of devices for a worker of {replica.address}: {error}") from error
+            raise SpawnFailed(f"the device locks of worker {replica.address} could not be opened: {error}") from error
         replica.note = note
     incarnation.may_load.set()
 

@@ -24,7 +24,7 @@ class Listener(Protocol):
         ...
 
     def is_spare(self, address: Address) -> bool:
-        """Return whether a stage does without a replica that has just died: it was a standby, or about to become one."""
+        """Return whether a stage does without a replica that has just died: a standby, or one that would become one."""
         ...
 
     def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:

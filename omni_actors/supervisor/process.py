@@ -307,7 +307,7 @@ def _start_process(
             process.kill()
             process.join()
         if isinstance(error, OSError):
-            raise SpawnFailed(f"no process for {address}: {error}") from error
+            raise SpawnFailed(f"the process of worker {address} could not be created: {error}") from error
         raise
     return process, pidfd
 
@@ -332,7 +332,7 @@ class LocalSpawner:
             try:
                 channels = _open_channels(undo, child_ends)
             except OSError as error:
-                raise SpawnFailed(f"no channels for a worker of {address}: {error}") from error
+                raise SpawnFailed(f"the channels to worker {address} could not be opened: {error}") from error
             arguments = {
                 "control_fd": _InheritedFd(channels.theirs.fileno()),
                 "bell_fd": _InheritedFd(channels.bell),

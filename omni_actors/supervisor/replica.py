@@ -26,9 +26,11 @@ HISTORY = 16
 
 
 class ReplicaState(enum.Enum):
-    """loading: first start. ready: serving. restarting: down, a new worker follows. asleep: ended until it is woken.
+    """What a replica is doing, as health and metrics show it.
 
-    draining: it finishes its requests, and is removed then. failed: given up.
+    loading: its first worker starts. ready: it serves. restarting: it is down, and a new worker follows. asleep: its
+    worker has ended, until it is woken. draining: it finishes its requests, and is removed then. failed: it was given
+    up.
     """
 
     LOADING = "loading"
@@ -102,7 +104,10 @@ class Replica:
         return max(0, self.generation - self.earlier - 1)
 
     def is_kept_down(self, ended: Incarnation) -> bool:
-        """Whether it gets no worker, or has been woken and started since ``ended``, its last incarnation then."""
+        """Whether no worker may be started as the successor of ``ended``.
+
+        The replica sleeps, is being removed, or already has a newer incarnation.
+        """
         return self.asleep or self.leaving or self.incarnation is not ended
 
     @property

@@ -107,7 +107,7 @@ class Requests:
             image: A picture, or a list of pictures, in place of ``{"image": …}`` in multi_modal_data.
             script: Text that is spoken as it is. It replaces the prompt. It may be an asynchronous iterator of parts,
                 cut anywhere: each sentence is spoken as soon as it is complete. (See ``submit`` for iterators.)
-            n: Make so many requests of each prompt, with the seeds seed, seed + 1, … (or drawn ones). If an engine of
+            n: Make this many requests of each prompt, with the seeds seed, seed + 1, … (or drawn ones). If an engine of
                 the request has a parameter n, as vLLM's do, n is that parameter, and makes no further requests.
             arguments: Those of ``submit``: modalities, sampling_params, request_id, deadline_s, on_failure, priority,
                 arrival_time, output_kind, trace_headers, session, and parameters of the engines, such as max_tokens or

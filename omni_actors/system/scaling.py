@@ -96,7 +96,7 @@ class ScaleControl(Control):
             The number before and after, and the time.
 
         Raises:
-            InvalidRequest: An argument is wrong, or there are no devices for so many replicas (code "no_devices");
+            InvalidRequest: An argument is wrong, or there are not enough devices for the replicas (code "no_devices");
                 nothing has changed. On a cluster, no node has room for a new replica (the same code); then the same
                 holds as for StageFailed.
             TemporarilyRefused: The system lacks files or descriptors for new replicas (code "cannot_start"); nothing
@@ -138,7 +138,7 @@ class ScaleControl(Control):
                 break
             self._require_open(stage, is_needed=is_needed)
         specs = self._new_specs(stage, workers) if change.new else []
-        for each in given_up:  # no checkpoint follows until there are others: requests would wait in vain
+        for each in given_up:  # no checkpoint until there are others: no request may wait for these
             self._supervisor.forget(each)
             pools.remove(each)
         for each in change.returning:
@@ -235,7 +235,9 @@ class ScaleControl(Control):
         finally:
             if not drain.taken_back:
                 del self._drains[replica]
-                reason = f"removed by scale; {drain_s:g} s were there to drain" if pools.load(replica.address) else None
+                reason = None
+                if pools.load(replica.address):
+                    reason = f"removed by scale: its requests did not end within the drain time of {drain_s:g} s"
                 with trio.CancelScope(shield=True):
                     await self._supervisor.remove(replica, reason)
                 pools.remove(replica)

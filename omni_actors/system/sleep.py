@@ -141,7 +141,8 @@ class SleepControl(ScaleControl):
         level_1 = [stage for stage in asleep if self._supervisor.desired.get(stage, "sleep") is not None]
         level_2 = [stage for stage in asleep if stage not in level_1]
         if tags is not None and level_2:
-            raise InvalidRequest(f"tags: the workers of stage {level_2[0]!r} have ended; it wakes whole", param="tags")
+            why = "sleeps at level 2, so it can only be woken as a whole; leave tags out"
+            raise InvalidRequest(f"tags: stage {level_2[0]!r} {why}", param="tags")
         calls = self._begin_calls("wake_up", {"tags": tags and list(tags)}, level_1, timeout_s, changes_state=True)
         self._orchestrator.closures.asleep.difference_update(level_2)
         await self._supervisor.start_stages(level_2)

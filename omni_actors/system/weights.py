@@ -7,8 +7,8 @@ Rules
    must stay as they are until then; tensors are kept in shared memory as long (``kept_updates``).
 3. All replicas of a stage have one version. If one refuses new weights, or its engine raises, the others get the
    earlier ones back. A replica that does not take those is restarted.
-4. So do they if a worker dies at new weights, and the next one of its replica dies before it is ready: memory may not
-   suffice for them, and the kernel then kills a worker without a word.
+4. The others get the earlier weights back also if a worker dies at new weights, and the next one of its replica dies
+   before it is ready: memory may not suffice, and the kernel then kills a worker, which leaves no message on stderr.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ _PROBABILITY: dict[Eagerness, float] = {"low": 0.8, "medium": 0.5, "auto": 0.5, 
 _LONGEST_PAUSE_S: dict[Eagerness, float] = {"low": 8, "medium": 4, "auto": 4, "high": 2}
 """The pause that ends a turn in any case, as in OpenAI's protocol."""
 FIRST_CHECK = 6
-"""The model is asked when a pause has so many windows (0.19 s)."""
+"""The number of windows in a pause after which the model is asked (0.19 s)."""
 FIRST_END = 9
-"""A pause ends a turn when it has so many windows (0.29 s) or more, because pauses at commas are mostly shorter. The
+"""A pause ends a turn when it has this many windows (0.29 s) or more, because pauses at commas are mostly shorter. The
 model computes while the sound between ``FIRST_CHECK`` and here arrives. From here on, it is asked again each time that
 the pause has doubled."""
 _BEFORE_SPEECH = 16

@@ -230,7 +230,7 @@ class SenderArena:
 
 def _copy(block: Block, size: int, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> Tensor:
     if not 0 <= offset <= offset + nbytes <= size:
-        raise ChunkCorrupted(f"a tensor of {nbytes} bytes at {offset} of an arena of {size}")
+        raise ChunkCorrupted(f"a tensor of {nbytes} bytes at {offset} lies outside the arena of {size} bytes")
     try:
         return Tensor(dtype, shape, block.read(offset, nbytes))
     except ValueError as error:

@@ -47,7 +47,7 @@ class Incoming:
         if header.in_arena is None:
             return tensors
         if self._senders is None:
-            raise ChunkCorrupted("a chunk by handle, for a worker that opens no arena")
+            raise ChunkCorrupted("received a chunk with tensors in an arena, but this worker opens no arenas")
         if (copies := self._senders.copies(header.in_arena)) is None:
             self.ended = True
             return None

@@ -4,7 +4,7 @@ Rules
 1. Loading takes seconds of CPU time. Where workers share the cores, a worker that replaces a standby, or is a further
    replica, would take them from the requests that are being served. So it loads with ``LOADING_NICE``.
 2. On Linux each thread has a priority of its own, and gives it to the threads and processes that it starts. Engines
-   keep some from loading, so these get the priority of before at the end.
+   keep some from loading, so these get their earlier priority back at the end.
 3. A worker that began to load behind another one keeps the low priority until it is ready, also if the other dies.
 4. That needs the right to raise a priority (``RLIMIT_NICE``, or CAP_SYS_NICE). Without it, nothing is lowered.
 """

@@ -232,10 +232,10 @@ def test_without_memory_for_an_arena_all_travels_as_bytes_after_one_line_in_the_
 @pytest.mark.parametrize(
     ("entry", "why"),
     [
-        (("uint8", (8,), SIZE, 8), "8 bytes at 2048 of an arena of 2048"),
-        (("uint8", (8,), SIZE - 7, 8), "8 bytes at 2041 of an arena of 2048"),
-        (("uint8", (8,), -8, 8), "8 bytes at -8 of an arena"),
-        (("uint8", (8,), 0, -8), "-8 bytes at 0 of an arena"),
+        (("uint8", (8,), SIZE, 8), "8 bytes at 2048 lies outside the arena of 2048 bytes"),
+        (("uint8", (8,), SIZE - 7, 8), "8 bytes at 2041 lies outside the arena of 2048 bytes"),
+        (("uint8", (8,), -8, 8), "8 bytes at -8 lies outside the arena"),
+        (("uint8", (8,), 0, -8), "-8 bytes at 0 lies outside the arena"),
         (("uint8", (9,), 0, 8), "8 bytes are not uint8 of shape"),
         (("strange", (8,), 0, 8), "unknown dtype"),
     ],
@@ -254,7 +254,7 @@ def test_a_tensor_outside_the_arena_or_of_another_size_is_refused(
 def test_a_worker_without_an_arena_of_its_own_opens_none() -> None:
     arena = arena_of()
     edge = Incoming(Ring.create(4096))
-    with pytest.raises(ChunkCorrupted, match="opens no arena"):
+    with pytest.raises(ChunkCorrupted, match="opens no arenas"):
         edge.complete(ChunkHeader(1, "up", 0, False, {}, in_arena=arena.in_arena({})), {})
     edge.close()
 

@@ -49,7 +49,7 @@ _NO_SOUND = "transcriptions need a --dataset of JSON lines, each with the field 
     "--concurrency", type=click.IntRange(min=1), help="Requests in progress at a time, instead of --rate. [1]"
 )
 @click.option("--requests", type=click.IntRange(min=1), default=32, show_default=True, help="Requests to measure.")
-@click.option("--duration", "duration_s", type=Number(min=0), help="Send none after so many seconds.")
+@click.option("--duration", "duration_s", type=Number(min=0), help="Send no request after this many seconds.")
 @click.option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Requests sent before.")
 @click.option("--timeout", "timeout_s", type=Number(min=0), default=600, show_default=True, help="Of each.")
 @click.option("--words", default="16", show_default=True, metavar="N[-M]", help="Words of each made prompt.")

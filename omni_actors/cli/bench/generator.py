@@ -22,7 +22,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         endpoint: One of ``ENDPOINTS``.
         requests: How many requests are measured.
-        duration_s: No request is sent after so many seconds; None: no limit.
+        duration_s: No request is sent after this many seconds; None: no limit.
         rate: Requests per second; None: ``concurrency`` decides.
         arrivals: How requests with a rate arrive.
         concurrency: Requests in progress at a time; each that ends is followed by the next one.

@@ -22,7 +22,10 @@ class Cancelled(BaseException):
 
 
 class Turns(Generic[T]):
-    """work: the function; it gets ``hand_over``, which takes a value and returns when the function may go on."""
+    """A function that computes in a thread of its own, one value at a time, whenever ``advance`` is called.
+
+    work: the function. Its argument ``hand_over`` takes a value, and returns when the function may go on.
+    """
 
     def __init__(self, work: Callable[[Callable[[T], None]], T]) -> None:
         self.done = False

@@ -30,9 +30,9 @@ class ImageParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strength: Strength | None = None
     """The share of the input picture that noise replaces; 1 means all of it."""
     previews: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """A preview comes after each so many steps; 0 means no previews."""
+    """The number of steps from one preview to the next; 0 means no previews."""
     progress: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """The number of the step comes after each so many steps, without a picture; 0 means never."""
+    """The number of steps from one report of progress, without a picture, to the next; 0 means no reports."""
     seed: Seed | None = None
     """The seed of the noise. Drawn if it is not given."""
     priority: Priority = 0
@@ -46,5 +46,5 @@ def width_and_height(size: str) -> tuple[int, int]:
 
 
 def follows(interval: int, step: int) -> bool:
-    """Return whether an output that comes after each so many steps comes after this one. interval: 0 means never."""
+    """Return whether an output that comes after every ``interval`` steps comes after this one. 0 means never."""
     return bool(interval) and step % interval == 0

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 PATIENCE = 2
-"""So many steps in a row may leave out an active request."""
+"""The most steps in a row that may leave out an active request."""
 
 
 class Candidate(NamedTuple):

@@ -26,7 +26,10 @@ _LOUDEST = 2.0**31
 
 
 class Recording(msgspec.Struct):
-    """index: its number in the request. sample_rate: in Hz. pieces: float32 (n,) each. taken: samples before them."""
+    """One recording of a request, as the pieces that have arrived so far.
+
+    index: its number in the request. sample_rate: in Hz. pieces: float32 (n,) each. taken: samples before them.
+    """
 
     index: int
     sample_rate: int

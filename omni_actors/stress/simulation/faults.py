@@ -153,7 +153,7 @@ class FaultInjector:
             self.failed_at_start.add(address.stage)
         if fault == "no process":
             self._journal.note(f"no process for {address}")
-            raise SpawnFailed(f"no process for {address}")
+            raise SpawnFailed(f"the process of worker {address} could not be created")
         return WorkerBehavior(
             load_s=LOAD_S * 1.5 if fault == "slow start" else load_s,
             turn_s=self._turn_s,

@@ -3,7 +3,7 @@
 Rules
 1. Messages of one channel from one node to another arrive in order, ``delay_s`` after they were sent.
 2. A cut holds back what is sent in the directions that it blocks. When it is mended, all of that arrives, as TCP
-   transmits again: a connection that nobody gives up loses nothing.
+   transmits again: a connection that neither side gives up loses nothing.
 3. What is on its way when a cut begins arrives.
 """
 

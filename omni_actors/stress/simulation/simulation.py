@@ -197,9 +197,9 @@ class Simulation(trio.abc.Instrument):
                     nursery.start_soon(self._cluster.network.run)
                     stop_s += FENCED_S
                 closed_s = await self._run_system()
-                fair_s = stop_s * len(self._workload.stages) + DYING_S
-                if closed_s > fair_s:
-                    self._journal.violated("hung", f"closing took {closed_s:g} s; {fair_s:g} s are fair")
+                allowed_s = stop_s * len(self._workload.stages) + DYING_S
+                if closed_s > allowed_s:
+                    self._journal.violated("hung", f"closing took {closed_s:g} s; at most {allowed_s:g} s are allowed")
                 with trio.move_on_after(PATIENCE_S):
                     while self._client.open or self._controls.in_force:  # noqa: ASYNC110 - the time is virtual
                         await trio.sleep(TICK_S)
@@ -251,7 +251,7 @@ class Simulation(trio.abc.Instrument):
             while self._cluster is not None and self._cluster.is_cut_off:  # noqa: ASYNC110 - the time is virtual
                 await trio.sleep(TICK_S)  # until then, workers do not know which requests have ended
             await trio.sleep(1.0 + STEP_S / PARTS)  # the last control messages arrive, at the latest before a ping
-            await self._wait_settled()  # a lease or a link may have ended meanwhile, for a partition of before
+            await self._wait_settled()  # a lease or a link may have ended meanwhile, because of an earlier partition
         if patience.cancelled_caught:
             for worker in self._faults.spawner.living.values():
                 if worker.hung:
