@@ -363,7 +363,7 @@ def test_ctrl_c_inside_the_systems_own_code_ends_the_users_task(script: Script) 
     process = script("""
         from omni_actors.supervisor.edges import Edges
         from omni_actors.supervisor.process import LocalWorker
-        from omni_actors.orchestrator.orchestrator import Orchestrator
+        from omni_actors.orchestrator.worker_events import WorkerEvents
 
         def interrupted(owner, name):
             original = getattr(owner, name)
@@ -382,7 +382,7 @@ def test_ctrl_c_inside_the_systems_own_code_ends_the_users_task(script: Script) 
                     pass
                 await trio.sleep_forever()
 
-        for owner, name in ((LocalWorker, "__init__"), (Edges, "connect_worker"), (Orchestrator, "on_message")):
+        for owner, name in ((LocalWorker, "__init__"), (Edges, "connect_worker"), (WorkerEvents, "on_message")):
             interrupted(owner, name)
             try:
                 trio.run(main)

@@ -1,4 +1,4 @@
-"""Admits requests, follows them to their end, and receives the supervisor's events.
+"""Admits requests, and follows them to their end.
 
 All state belongs to the event loop and is changed by synchronous calls.
 
@@ -11,8 +11,9 @@ Rules
    ``unread_bytes`` in all), time (the deadline), and the chunks retained for a replay (``retain_bytes`` per stage and
    request, ``worker_retain_bytes`` per worker).
 
-``dispatch`` places and starts requests, ``replay_execution`` carries out what a death means for them, ``suspects``
-finds those that cause deaths, and ``readers`` accounts for what their clients have not read.
+``dispatch`` places and starts requests, ``worker_events`` takes what workers report of them, ``replay_execution``
+carries out what a death means for them, ``suspects`` finds those that cause deaths, and ``readers`` accounts for what
+their clients have not read.
 """
 
 from __future__ import annotations
@@ -31,36 +32,28 @@ from omni_actors.orchestrator.deadlines import Deadlines
 from omni_actors.orchestrator.dispatch import Dispatcher
 from omni_actors.orchestrator.inputs import InputMover, encode_params
 from omni_actors.orchestrator.lifecycle import Event
-from omni_actors.orchestrator.pieces import Inputs, Piece
+from omni_actors.orchestrator.pieces import Inputs
 from omni_actors.orchestrator.placement import Placement
 from omni_actors.orchestrator.pools import Pools
 from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.replay_execution import ReplayExecution
-from omni_actors.orchestrator.replay_state import StageEvent
 from omni_actors.orchestrator.request import OnFailure, Request
-from omni_actors.orchestrator.retry_after import RetryAfterEstimator, refusal
+from omni_actors.orchestrator.retry_after import RetryAfterEstimator
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.stream import OutputStream
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.orchestrator.trials import Trials
-from omni_actors.protocol import chunks, messages
-from omni_actors.protocol.journal import JournalCorrupted
+from omni_actors.orchestrator.worker_events import WorkerEvents
+from omni_actors.protocol import messages
 from omni_actors.supervisor.edges import Edges
-from omni_actors.supervisor.listener import ProtocolViolation
 from omni_actors.supervisor.replica import Replica
 
 DROPPING_ERRORS = (errors.Aborted, errors.DeadlineExceeded, errors.SlowConsumer)
 """Errors after which unread output is dropped."""
-_NOTICE_EVENTS = {
-    messages.Started: StageEvent.STARTED,
-    messages.InputComplete: StageEvent.INPUT_COMPLETE,
-    messages.Finished: StageEvent.FINISH,
-    messages.Unreplayable: StageEvent.UNREPLAYABLE,
-}
 
 
 class Orchestrator:
-    """Owns the requests of one pipeline. It is the supervisor's ``Listener``.
+    """Owns the requests of one pipeline. ``events`` is the supervisor's ``Listener``.
 
     edges: the rings between the parent and the workers.
     limits: the pipeline's limits.
@@ -111,6 +104,15 @@ class Orchestrator:
         self.failed_stages: Mapping[str, errors.StageFailed] = self._replays.failed_stages
         """Stages without a replica left, in the order in which they were given up."""
         self.pools = Pools(dispatcher, self._suspects, self._replays.failed_stages, self._end)
+        self.events = WorkerEvents(
+            dispatcher,
+            suspects=self._suspects,
+            replays=self._replays,
+            readers=self.readers,
+            pools=self.pools,
+            end=self._end,
+            retry_after_s=lambda: self.retry_after_s,
+        )
         self._names = map("req-{}".format, itertools.count(1))
         self.open_requests: dict[str, Request] = {}
         """The requests that are not closed, by name; the oldest first."""
@@ -286,99 +288,6 @@ class Orchestrator:
             self._cut(request, errors.DeadlineExceeded(request.deadline_s))
         else:
             self._cut(request, self.readers.slow_consumer(request, "read_bytes_s"))
-
-    # Called by the supervisor (``Listener``)
-
-    def newest_request(self) -> int:
-        return self._dispatcher.newest
-
-    def on_worker_ready(self, address: messages.Address) -> None:
-        self.pools.replica_ready(address.stage)
-        self._suspects.worker_ready(address)  # before other requests are dispatched: a trial needs an unused replica
-        self._dispatcher.dispatch_waiting()
-
-    def is_spare(self, address: messages.Address) -> bool:
-        return self._placement.is_spare(self._placement.replicas[address])
-
-    def on_worker_died(self, address: messages.Address, exit: errors.WorkerExit, failed_request: int | None) -> bool:
-        return self._suspects.worker_died(address, exit, failed_request)
-
-    def on_worker_lost(self, address: messages.Address, generation: int, exit: errors.WorkerExit, at: float) -> int:
-        load = self.load(address)
-        self._replays.worker_lost(address, generation, exit, at)
-        return load
-
-    def on_stage_failed(self, failure: errors.StageFailed) -> int:
-        return self._replays.stage_failed(failure)
-
-    def on_message(self, address: messages.Address, message: messages.RequestNotice) -> None:
-        request = self._dispatcher.held_by(address, message.request)
-        if request is None:
-            return  # it has ended, or another replica holds it now
-        stage, event = address.stage, _NOTICE_EVENTS.get(type(message))
-        if request.replay_state.is_stale(stage) and not isinstance(message, messages.Started):
-            return  # about the aborted start: the worker has not confirmed the new one
-        if event is not None and not request.replay_state.accepts(stage, event):
-            phase = request.replay_state.stages[stage].phase
-            raise ProtocolViolation(f"{type(message).__name__} about a request that is {phase.value}")
-        match message:
-            case messages.Started():
-                self._dispatcher.confirm_restart(request, address)
-            case messages.JournalPart(decided=decided):
-                request.resumption.part_arrived(stage, decided)
-            case messages.Switched(question=question, received=received):
-                try:
-                    request.resumption.answered(stage, question, received)
-                except JournalCorrupted as error:
-                    raise ProtocolViolation(str(error)) from error
-                self._dispatcher.start_again(request)
-            case messages.InputComplete(source=source):
-                request.replay_state.input_complete(stage, source)
-                self._replays.progressed(request)
-            case messages.Finished(stats=stats):
-                request.replay_state.finished(stage)
-                request.stats[stage] = stats
-                self._suspects.stage_finished(request, stage)
-                self._replays.progressed(request)
-            case messages.Refused():
-                self._end(request, Event.FAIL, refusal(message, lambda: self.retry_after_s))
-            case messages.Unreplayable(_, reason, needed, recomputable):
-                self._replays.unreplayable(request, stage, reason, needed=needed, recomputable=recomputable)
-
-    def on_checkpoint_memory(self, address: messages.Address, request: int, memory_fd: int) -> None:
-        self._dispatcher.keep_checkpoint(address, request, memory_fd)
-
-    def on_output(self, address: messages.Address, data: memoryview) -> None:
-        """Copy a chunk for the client. Raises ringbuf.RingError if it cannot be decoded or is out of sequence."""
-        payload, stage = memoryview(bytearray(data)), address.stage
-        header, tensors = chunks.decode(payload)
-        if header.source != stage:
-            raise chunks.ChunkCorrupted(f"a chunk of {address} names the stage {header.source!r}")
-        request = self._dispatcher.dispatched.get(header.request)
-        if request is None or stage not in request.replay_state.open_outputs:
-            return
-        if header.decisions is not None and not request.replay_state.is_held_by(address):
-            return  # another incarnation goes on from what arrived before
-        request.resumption.add(header.all_decided)
-        try:
-            if not request.chunk_sequences[stage].accept(header, tensors):
-                return
-        except chunks.ReplayDiverged as error:
-            if request.deaths.latest is None:
-                raise
-            self._end(request, Event.FAIL, request.deaths.error(str(error)))
-            return
-        request.replay_state.output_arrived(stage, last=header.last)
-        request.lifecycle.advance(Event.OUTPUT)
-        now, size = time.monotonic(), payload.nbytes
-        if request.deaths.losses:
-            request.deaths.output_arrived(stage, request.route.upstream_of(stage), now)
-        piece = Piece(stage=stage, data=header.data, tensors=tensors, last=header.last, arrived=now, nbytes=size)
-        self.readers.arrive(request, piece)
-        if header.last:
-            request.last_data[stage] = header.data
-            if not request.lifecycle.ended:
-                self._replays.progressed(request)
 
     # The end of requests
 

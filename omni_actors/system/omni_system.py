@@ -96,7 +96,7 @@ class OmniSystem(
             {name: pipeline.stages[name] for name in topological(self._nodes)},
             edges=self._edges,
             spawner=spawner,
-            listener=self._orchestrator,
+            listener=self._orchestrator.events,
             mailbox_capacity=capacity,
         )
         for name, stage in pipeline.stages.items():
