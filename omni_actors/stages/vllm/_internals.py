@@ -6,8 +6,8 @@ Hidden states use the mechanism that vLLM has for EAGLE-3 drafters (Li et al., 2
 outputs of chosen layers, and the model runner keeps them from the forward until the tokens are sampled.
 ``HiddenStateWorker`` copies them there, also for prefill chunks, with the request and position of each row.
 
-A request that begins behind tokens of its answer looks like one that vLLM has preempted: the scheduler's request and
-the detokenizer get the tokens in ``begin_behind``, the model runner's state of the request in ``StageWorker``.
+A request that begins behind tokens of its answer looks like one that vLLM has preempted: the scheduler and the output
+processor get the tokens in ``replay``, the model runner's state of the request in ``StageWorker``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,15 @@ NAMES = (
     "vllm.v1.request:Request.append_output_token_ids",
     "vllm.v1.request:Request.take_prefill_stats",
     "vllm.v1.core.sched.scheduler:Scheduler.add_request",
-    "vllm.v1.engine.detokenizer:IncrementalDetokenizer.update",
-    "vllm.v1.engine.detokenizer:IncrementalDetokenizer.get_next_output_text",
-    "vllm.v1.engine.output_processor:RequestState.__init__(detokenizer)",
+    "vllm.v1.request:Request.get_finished_reason",
+    "vllm.v1.core.sched.utils:check_stop(max_model_len)",
+    "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
+    "vllm.v1.structured_output.request:StructuredOutputRequest.grammar",
+    "vllm.v1.structured_output.request:StructuredOutputRequest._grammar",
+    "vllm.v1.engine:EngineCoreOutput.new_token_ids",
+    "vllm.v1.engine:EngineCoreOutput.stop_reason",
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs(iteration_stats)",
+    "vllm.v1.engine.output_processor:OutputProcessorOutput.request_outputs",
     "vllm.v1.worker.gpu_input_batch:InputBatch.add_request(request)",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState.output_token_ids",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState.generator",
@@ -166,25 +172,6 @@ def without_figures(llm: Any) -> Iterator[None]:
         yield
     finally:
         llm.logger_manager = logger
-
-
-def begin_behind(llm: Any, name: str, outputs: Sequence[Sequence[int]]) -> list[str]:
-    """Let a request of an ``LLMEngine``, which was just added, begin behind these outputs of its answer.
-
-    name: what ``add_request`` returned. outputs: the tokens of each, the same as the ``tokens_at_once`` of its
-    parameters. Returns the text of each; "" if vLLM does not detokenize. The request's statistics do not count its
-    prompt.
-    """
-    request = llm.engine_core.engine_core.scheduler.requests[name]
-    state = llm.output_processor.request_states[name]
-    request.take_prefill_stats()  # they are of prompts only
-    texts = list[str]()
-    for tokens in outputs:
-        request.append_output_token_ids(list(tokens))
-        state.detokenizer.update(list(tokens), False)
-        texts.append(state.detokenizer.get_next_output_text(False, True))
-        state.sent_tokens_offset += len(tokens)
-    return texts
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Lets vLLM go on with an answer whose first tokens an earlier incarnation has decided.
+"""Lets vLLM go on with answers whose first tokens an earlier incarnation has decided: which tokens, and how.
 
 vLLM has no request that begins in the middle of an answer, but it preempts requests and later computes them again: the
-prompt and all tokens of the answer, in one prefill. So a resumed request gets its tokens as if it had been preempted
-(``_internals.begin_behind``). All that follows from them comes out as if nothing had happened, because vLLM restores it
-after every preemption: penalties, ``min_tokens``, bad words, custom logits processors, stop strings, counts, and the
-end of the answer. Random numbers go on where they were.
+prompt and all tokens of the answer, in one prefill. So a resumed answer gets its tokens as if it had been preempted
+(``replay``, ``_internals.StageWorker``). All that follows from them comes out as if nothing had happened, because vLLM
+restores it after every preemption: penalties, ``min_tokens``, bad words, custom logits processors, and counts. Random
+numbers go on where they were. vLLM's own functions find the end of the answer, stop strings and a structure's state.
 
 What vLLM cannot restore it computes again, one step per token: a logits processor leaves one possible token at each
 position that is decided (``DecidedTokens``). ``at_once`` says which tokens these are.
@@ -13,13 +13,15 @@ position that is decided (``DecidedTokens``). ``at_once`` says which tokens thes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
-from omni_actors.stages.base import StageRequest
+from omni_actors.stages.base import Decisions, StageRequest
 from omni_actors.stages.vllm.options import VLLMSampling
 
 _DECIDED = "omni_actors.decided"
@@ -28,35 +30,60 @@ _RESERVED = frozenset({_DECIDED, _AT_ONCE, "kv_transfer_params", "ec_transfer_pa
 """The ``extra_args`` that no client sets: ours, and those by which vLLM moves blocks and encoded media."""
 
 
-def at_once(request: StageRequest, params: VLLMSampling) -> int:
-    """Return of how many outputs of the journal, from the first one on, vLLM computes the tokens in one prefill.
+class Entry(NamedTuple):
+    """What one output has decided. In a journal it is the tokens; with several answers (``n``), after the answer."""
 
-    Not those of the last output, usually one token: vLLM chooses it again, and sees by itself whether the answer ends
-    there. None of an answer with
+    answer: int
+    """The answer's index, 0 if there is only one."""
+    tokens: Decisions
 
-    - a structure: a new incarnation's grammar has accepted no token yet;
-    - a budget for thinking: how vLLM counts after a preemption is not tested here;
-    - log probabilities of the prompt: they are in vLLM's first output.
+    def decisions(self, n: int) -> Decisions:
+        """Return it as an entry of the journal of a request with n answers."""
+        return self.tokens if n == 1 else (self.answer, *self.tokens)
 
-    With log probabilities of the answer, only outputs that are not needed any more: a prefill has none.
+
+def entries(journal: Sequence[Decisions], n: int) -> list[Entry]:
+    """Return the entries of the journal of a request with n answers."""
+    return [Entry(0, each) if n == 1 else Entry(each[0], each[1:]) for each in journal]
+
+
+def at_once(journal: Sequence[Entry], request: StageRequest, params: VLLMSampling) -> int:
+    """Return of how many outputs of the journal, from the first one on, vLLM can compute the tokens in one prefill.
+
+    None of an answer with a budget for thinking: how vLLM counts after a preemption is not tested here. With log
+    probabilities of the answer, only outputs that are not needed any more: a prefill has none. With log probabilities
+    of the prompt, only those before the first output that has them and is needed: the first one of an answer.
     """
-    if not request.journal or any(
-        value is not None for value in (params.structured_outputs, params.thinking_token_budget, params.prompt_logprobs)
-    ):
+    if params.thinking_token_budget is not None:
         return 0
-    before_last = len(request.journal) - 1
-    has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
-    return min(before_last, request.needed_from) if has_logprobs else before_last
+    end = len(journal)
+    if params.logprobs is not None or params.logprob_token_ids is not None:
+        end = min(end, request.needed_from)
+    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+        answers = set[int]()
+        for number, entry in enumerate(journal[:end]):
+            if entry.tokens and entry.answer not in answers and number >= request.needed_from:
+                return number
+            answers |= {entry.answer} if entry.tokens else set()
+    return end
 
 
-def decide(sampling: SamplingParams, tokens: Sequence[int], at_once: int) -> None:
-    """Let an answer begin with these tokens, and drop what its client must not set.
+def drop_reserved(sampling: SamplingParams) -> None:
+    """Drop what a client must not set."""
+    sampling.extra_args = {k: v for k, v in (sampling.extra_args or {}).items() if k not in _RESERVED} or None
 
-    at_once: how many of them vLLM computes in one prefill.
+
+def begin_with(sampling: SamplingParams, tokens: Sequence[int], at_once: int) -> SamplingParams:
+    """Return the parameters of an answer that begins with these tokens.
+
+    at_once: how many of them vLLM computes in one prefill. The log probabilities of the prompt were in the first
+    output, so vLLM need not compute them again if that is among these.
     """
-    others = {name: value for name, value in (sampling.extra_args or {}).items() if name not in _RESERVED}
-    ours = {_DECIDED: list(tokens), _AT_ONCE: at_once} if tokens else {}
-    sampling.extra_args = {**others, **ours} or None
+    made = copy(sampling)
+    made.extra_args = {**(sampling.extra_args or {}), _DECIDED: list(tokens), _AT_ONCE: at_once}
+    if at_once:
+        made.prompt_logprobs = made.prompt_logprob_start = made.prompt_logprob_token_ids = None
+    return made
 
 
 def tokens_at_once(sampling: SamplingParams | None) -> list[int]:

@@ -5,8 +5,7 @@ Rules
    ``step``. vLLM schedules, batches, samples and detokenizes.
 2. Our request ids are vLLM's external ids, as text. vLLM draws internal ids, which key the captured hidden states.
 3. A resumed request begins behind the tokens of its journal; vLLM computes them in one prefill, or decides some of them
-   again (``decided``). A request with several answers (``n``), and any request of an engine with speculative decoding,
-   is not resumed, but refused.
+   again (``decided``). With speculative decoding vLLM cannot decide them again: a request that needs it is refused.
 4. An error that vLLM raises for a request becomes that request's ``InvalidRequest``, with vLLM's message. Any other
    exception of vLLM ends the worker. An answer that vLLM ends with the reason "error" fails: with structured outputs by
    ``InvalidRequest``, because they cannot be had; without them for now, because vLLM says that it may be sent again.
@@ -18,7 +17,8 @@ If logprobs were asked for, an output's data has ``logprobs``: for each new toke
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
@@ -31,7 +31,6 @@ from omni_actors.stages.adapters.engine import AdaptedEngine
 from omni_actors.stages.adapters.options import KEEP, LOAD
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
 from omni_actors.stages.base import (
-    Decisions,
     InvalidRequest,
     RequestId,
     StageContext,
@@ -42,10 +41,10 @@ from omni_actors.stages.base import (
 )
 from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import beyond_context
-from omni_actors.stages.vllm import _internals, control
+from omni_actors.stages.vllm import _internals, control, replay
 from omni_actors.stages.vllm.adapters import DISABLED, VLLMAdapters
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, parallel, refusal, sampling_params
-from omni_actors.stages.vllm.decided import DecidedTokens, at_once, decide
+from omni_actors.stages.vllm.decided import DecidedTokens, Entry, at_once, drop_reserved, entries
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMSampling
 
 NOT_RESUMED = "not_resumed"
@@ -58,28 +57,39 @@ class VLLMRequest(PromptRequest[C]):
     """vLLM's own id, once the request is in the batch."""
     prompt_tokens = 0
     completion_tokens = 0
+    DECIDES_LAST_AGAIN: ClassVar = False
+    """Whether vLLM decides the tokens of the journal's last output again in any case."""
 
     def __init__(self, request: StageRequest, params: VLLMSampling, collector: C) -> None:
-        """Raises InvalidRequest, TemporarilyRefused."""
+        """Raises InvalidRequest."""
         super().__init__(request, params, collector)
         self.sampling: SamplingParams = sampling_params(params)
-        if request.journal and self.sampling.n > 1:
-            message = "its worker died, and an answer of several (n) is not resumed"
-            raise TemporarilyRefused(message, code=NOT_RESUMED)
-        self.behind: list[Decisions] = [entry for entry in request.journal[: at_once(request, params)] if entry]
+        drop_reserved(self.sampling)
+        journal = entries(request.journal, self.sampling.n)
+        count = at_once(journal, request, params)
+        if self.DECIDES_LAST_AGAIN:
+            count = min(count, max(0, len(journal) - 1))
+        self.behind = [entry for entry in journal[:count] if entry.tokens]
         """The first outputs with tokens. The tokens are computed in one prefill."""
-        decided = [token for entry in request.journal for token in entry]
-        decide(self.sampling, decided, sum(map(len, self.behind)))
-        self._undeclared: list[int] = []
+        self.again = [entry for entry in journal[count:] if entry.tokens]
+        """The outputs behind these, whose tokens vLLM decides again."""
+        self._due = deque(entry.answer for entry in self.again for _ in entry.tokens)
+        self._held = list[Any]()
 
-    def decide(self, tokens: Iterable[int]) -> None:
-        """Note tokens that vLLM has chosen."""
-        self._undeclared += tokens
+    def in_order(self, output: Any) -> Iterator[Any]:
+        """Take an output of vLLM, and yield those whose turn has come: as in the journal, then as they come.
 
-    def decisions(self) -> Decisions:
-        """Return the tokens that no output has declared yet."""
-        tokens, self._undeclared = tuple(self._undeclared), []
-        return tokens
+        vLLM decides the tokens of several answers again beside each other.
+        """
+        self._held.append(output)
+        while (each := next((each for each in self._held if self._is_due(each)), None)) is not None:
+            self._held.remove(each)
+            for _ in each.outputs[0].token_ids[: self._due.count(each.outputs[0].index)]:
+                self._due.remove(each.outputs[0].index)
+            yield each
+
+    def _is_due(self, output: Any) -> bool:
+        return not self._due or self._due[0] == output.outputs[0].index
 
 
 R = TypeVar("R", bound=VLLMRequest[Any])
@@ -98,8 +108,8 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         self._options = msgspec.convert(context.options, self.OPTIONS)
         model = context.model_directory
         given = self._options.engine_args
-        self._resumes = "speculative_config" not in given  # with it, vLLM takes no logits processors
-        if self._resumes:
+        self._decides_again = not given.get("speculative_config")  # with it, vLLM takes no logits processors
+        if self._decides_again:
             processors = [*given.get("logits_processors", ()), DecidedTokens]
             given = {**given, "logits_processors": processors}
         if context.tokenizer is not None:
@@ -118,8 +128,8 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         self._capabilities |= control.capabilities(self._llm)
         self._capabilities["update_weights"] = control.why_no_new_weights(self._llm) or self._update_weights
         self._directory = model
-        self._begun: list[tuple[R, list[str]]] = []
-        """Requests that have begun behind outputs since the last step, with the texts of these outputs."""
+        self._begun: list[tuple[R, list[replay.Answer]]] = []
+        """Requests that begin behind outputs and have not put them out again, with their answers."""
 
     OPTIONS: ClassVar[type[VLLMOptions]] = VLLMOptions
     PART: ClassVar = ""
@@ -131,8 +141,11 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         """Yield the outputs of one ``RequestOutput`` of vLLM. Forgets a request that ends with it."""
         raise NotImplementedError
 
-    def _outputs_behind(self, request: R, texts: Sequence[str]) -> Iterator[StageOutput]:
-        """Yield the outputs again behind which a request begins, as far as they need no step. texts: of each."""
+    def _outputs_behind(self, request: R, outputs: Sequence[Any]) -> Iterator[StageOutput]:
+        """Yield the outputs again behind which a request begins, as far as they need no step.
+
+        outputs: vLLM's ``RequestOutput`` for each entry of ``behind``. Forgets a request that ends with them.
+        """
         raise NotImplementedError
 
     def _prompt_outputs(self) -> Iterator[StageOutput]:
@@ -147,10 +160,11 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         return busy
 
     def start(self, request: StageRequest) -> None:
-        if request.journal and not self._resumes:
-            message = "its worker died, and with speculative decoding no request is resumed"
-            raise TemporarilyRefused(message, code=NOT_RESUMED)
         super().start(request)
+        if self._requests[request.request_id].again and not self._decides_again:
+            self.abort(request.request_id)
+            message = "its worker died, and with speculative decoding such a request is not resumed"
+            raise TemporarilyRefused(message, code=NOT_RESUMED)
 
     def _join_batch(self, request: R, prompt: Any) -> None:
         del request.collector
@@ -166,8 +180,19 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
             if request.prompt_tokens >= self._context:
                 raise beyond_context(str(error)) from error
             raise refusal(error) from error
-        if request.behind:
-            self._begun.append((request, _internals.begin_behind(self._llm, request.internal_id, request.behind)))
+        if request.behind or request.again:
+            self._begin_behind(request)
+
+    def _begin_behind(self, request: R) -> None:
+        def of(answer: int, outputs: Sequence[Entry]) -> list[int]:
+            return [token for entry in outputs if entry.answer == answer for token in entry.tokens]
+
+        answers = list[replay.Answer]()
+        for index, name in enumerate(replay.names(self._llm, str(request.id))):
+            at_once = of(index, request.behind)
+            tokens = at_once + of(index, request.again)
+            answers.append(replay.Answer(self._llm, name, tokens, len(at_once)))
+        self._begun.append((request, answers))
 
     def _embeds_input(self, prompt: RawPrompt, repetition_penalty: float) -> Any:
         """Return vLLM's input for embeddings. vLLM does not check them: wrong ones would end the worker.
@@ -192,10 +217,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         super().abort(request_id)
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
-        begun, self._begun = self._begun, []
-        for resumed, texts in begun:
-            if self._requests.get(resumed.id) is resumed:
-                yield from self._outputs_behind(resumed, texts)
+        yield from self._put_out_again()
         outputs = self._llm.step()
         yield from self._prompt_outputs()
         for output in outputs:
@@ -205,8 +227,21 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
                 self.abort(request.id)
                 yield StageFailure(request.id, _failure(request.params))
             else:
-                yield from self._outputs(request, output)
+                for each in request.in_order(output):
+                    yield from self._outputs(request, each)
         self._free_ended()
+
+    def _put_out_again(self) -> Iterator[StageOutput]:
+        """Put out again what the journals have of the requests that begin behind it, once they are ready."""
+        begun, self._begun = self._begun, []
+        for request, answers in begun:
+            if not all(answer.is_ready for answer in answers):
+                self._begun.append((request, answers))
+                continue
+            good = [answer.open() for answer in answers]
+            if all(good):  # otherwise vLLM ends the request
+                outputs = [answers[entry.answer].put(entry.tokens) for entry in request.behind]
+                yield from self._outputs_behind(request, outputs)
 
     def warm_up(self) -> None:
         """Answer one token with log probabilities: what vLLM compiles for them would delay every request by seconds."""

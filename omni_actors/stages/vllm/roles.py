@@ -18,7 +18,7 @@ Rules
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -31,9 +31,8 @@ from omni_actors.stages.autoregressive.prompt_states import PromptHeader
 from omni_actors.stages.llm.prompt import Prompt
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.vllm.connector import SavedBlock, transfer_config
-from omni_actors.stages.vllm.engine import VLLMRequest
 from omni_actors.stages.vllm.options import VLLMParams, VLLMSplitOptions
-from omni_actors.stages.vllm.text import TextEngine
+from omni_actors.stages.vllm.text import TextEngine, TextRequest
 from omni_actors.stages.vllm.transfer import ReceivedBlocks, Room, block_chunk
 
 WORKER = "omni_actors.stages.vllm.connector.TransferWorker"
@@ -70,7 +69,7 @@ class _SplitEngine(TextEngine):
         return params
 
 
-class PrefillRequest(VLLMRequest[Prompt]):
+class PrefillRequest(TextRequest[Prompt]):
     """One request whose prompt is computed."""
 
     tokens: list[int]
@@ -97,7 +96,7 @@ class PrefillingEngine(_SplitEngine):
     def _new_request(self, request: base.StageRequest) -> PrefillRequest:
         return PrefillRequest(request, self._params(request), Prompt(request.sources))
 
-    def _encode(self, request: VLLMRequest[Any]) -> Any:
+    def _encode(self, request: TextRequest[Any]) -> Any:
         if request.collector.raw.is_embedded:
             message = "embeds: embeddings need a stage that prefills and decodes (role: both)"
             raise base.InvalidRequest(message, param="embeds", code="unsupported_parameter")
@@ -121,7 +120,7 @@ class PrefillingEngine(_SplitEngine):
                 data, tensors = self._chunk(request, block)
                 yield base.StageOutput(request.id, data=data, downstream=tensors)
 
-    def _outputs(self, request: VLLMRequest[Any], output: Any) -> Iterator[base.StageOutput]:
+    def _outputs(self, request: TextRequest[Any], output: Any) -> Iterator[base.StageOutput]:
         assert isinstance(request, PrefillRequest)
         assert request.end is not None, "the last block is complete with the prompt"
         del self._requests[request.id]
@@ -135,7 +134,7 @@ class PrefillingEngine(_SplitEngine):
         return block_chunk(block.tensor, self._layout, header, request.tokens)
 
 
-class DecodeRequest(VLLMRequest[ReceivedBlocks]):
+class DecodeRequest(TextRequest[ReceivedBlocks]):
     """One request whose answer is written."""
 
     received: ReceivedBlocks | None = None
@@ -171,12 +170,12 @@ class DecodingEngine(_SplitEngine):
         made.received = received
         return made
 
-    def _encode(self, request: VLLMRequest[Any]) -> Any:
+    def _encode(self, request: TextRequest[Any]) -> Any:
         tokens = request.collector.tokens
         request.prompt_tokens = len(tokens)
         return tokens_input(tokens)
 
-    def _join_batch(self, request: VLLMRequest[Any], prompt: Any) -> None:
+    def _join_batch(self, request: TextRequest[Any], prompt: Any) -> None:
         received, name = request.collector, str(request.id)
         params = {} if received.rejected else {**received.params, "positions": len(received.tokens), "transfer": name}
         request.sampling.extra_args = {**(request.sampling.extra_args or {}), TRANSFER: params}
@@ -185,7 +184,12 @@ class DecodingEngine(_SplitEngine):
             received.blocks = []
         super()._join_batch(request, prompt)
 
-    def _outputs(self, request: VLLMRequest[Any], output: Any) -> Iterator[base.StageOutput]:
+    def _outputs_behind(self, request: TextRequest[Any], outputs: Sequence[Any]) -> Iterator[base.StageOutput]:
+        yield from super()._outputs_behind(request, outputs)
+        if request.id not in self._requests and isinstance(request, DecodeRequest):  # it needs no blocks
+            self._drop(request)
+
+    def _outputs(self, request: TextRequest[Any], output: Any) -> Iterator[base.StageOutput]:
         assert isinstance(request, DecodeRequest)
         if (received := request.received) is not None:
             is_loaded = not self._drop(request) and received.rejected is None

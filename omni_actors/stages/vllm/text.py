@@ -10,6 +10,7 @@ incomplete character at the end of an answer.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,16 +18,28 @@ from typing import Any
 from vllm.inputs.engine import tokens_input
 
 from omni_actors.stages.autoregressive import tokenizing
+from omni_actors.stages.autoregressive.prompt_engine import C
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm.chat_template import check_chat_template
 from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
 from omni_actors.stages.refusal import request_work, validated
+from omni_actors.stages.vllm.decided import Entry
 from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
 from omni_actors.stages.vllm.options import VLLMParams, VLLMSplitOptions
 
 
-class TextEngine(VLLMEngine[VLLMRequest[Any]]):
+class TextRequest(VLLMRequest[C]):
+    """One request. ``running``: answers that have not ended."""
+
+    def __init__(self, request: StageRequest, params: VLLMParams, collector: C) -> None:
+        super().__init__(request, params, collector)
+        self.running = params.n
+        self.undeclared: defaultdict[int, list[int]] = defaultdict(list)
+        """Of each answer, the tokens that no output has declared yet."""
+
+
+class TextEngine(VLLMEngine[TextRequest[Any]]):
     """Answers a conversation, or continues a raw prompt, with text."""
 
     OPTIONS = VLLMSplitOptions
@@ -40,10 +53,10 @@ class TextEngine(VLLMEngine[VLLMRequest[Any]]):
         conversation = partial(conversation_tokens, tokenizer, self._options.system_prompt)
         self._capabilities |= tokenizing.capabilities(self._vocabulary, self._context, conversation)
 
-    def _new_request(self, request: StageRequest) -> VLLMRequest[Any]:
-        return VLLMRequest(request, validated(request.params, VLLMParams), Prompt(request.sources))
+    def _new_request(self, request: StageRequest) -> TextRequest[Any]:
+        return TextRequest(request, validated(request.params, VLLMParams), Prompt(request.sources))
 
-    def _encode(self, request: VLLMRequest[Any]) -> Any:
+    def _encode(self, request: TextRequest[Any]) -> Any:
         if not request.collector.raw.is_embedded:
             tools, kwargs = request.params.tools, request.params.tokenization_kwargs
             ids = request.collector.encode(
@@ -56,30 +69,39 @@ class TextEngine(VLLMEngine[VLLMRequest[Any]]):
         with request_work("embeds"):
             return self._embeds_input(raw, penalty)
 
-    def _outputs_behind(self, request: VLLMRequest[Any], texts: Sequence[str]) -> Iterator[StageOutput]:
-        for tokens, text in zip(request.behind, texts, strict=True):
-            request.completion_tokens += len(tokens)
-            data = {"text": text} if request.sampling.detokenize else {"token_ids": list(tokens)}
-            yield StageOutput(request.id, data=data, decisions=tokens)
+    def _outputs_behind(self, request: TextRequest[Any], outputs: Sequence[Any]) -> Iterator[StageOutput]:
+        for output in outputs:
+            yield self._output(request, output, self._data(request, output))
 
-    def _outputs(self, request: VLLMRequest[Any], output: Any) -> Iterator[StageOutput]:
-        several = request.sampling.n > 1
-        if output.finished:
+    def _outputs(self, request: TextRequest[Any], output: Any) -> Iterator[StageOutput]:
+        if data := self._data(request, output):
+            yield self._output(request, output, data)
+
+    def _data(self, request: TextRequest[Any], output: Any) -> dict[str, Any]:
+        """Take the tokens of an answer; return the data of the output, empty if the next one is to have them."""
+        (answer,) = output.outputs
+        request.completion_tokens += len(answer.token_ids)
+        request.undeclared[answer.index] += answer.token_ids
+        ends = answer.finish_reason is not None
+        request.running -= ends
+        data = logprobs_of(output, answer)
+        if not request.sampling.detokenize:
+            data["token_ids"] = list(answer.token_ids)
+        elif answer.text or not request.running:
+            data["text"] = answer.text
+        if ends:
+            data["finish_reason"] = answer.finish_reason
+        if not request.running:
+            data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.completion_tokens}
+        if request.sampling.n > 1 and data:
+            data["index"] = answer.index
+        return data
+
+    def _output(self, request: TextRequest[Any], output: Any, data: dict[str, Any]) -> StageOutput:
+        """Return the output that has an answer's tokens since its last one."""
+        index = output.outputs[0].index
+        tokens = tuple(request.undeclared.pop(index))
+        if last := not request.running:
             del self._requests[request.id]
-        for at, answer in enumerate(output.outputs):
-            last = output.finished and at == len(output.outputs) - 1
-            request.completion_tokens += len(answer.token_ids)
-            request.decide(answer.token_ids)
-            data = logprobs_of(output, answer)
-            if not request.sampling.detokenize:
-                data["token_ids"] = list(answer.token_ids)
-            elif answer.text or last:
-                data["text"] = answer.text
-            if answer.finish_reason is not None and (several or last):
-                data["finish_reason"] = answer.finish_reason
-            if last:
-                data |= {"prompt_tokens": request.prompt_tokens, "completion_tokens": request.completion_tokens}
-            if several and data:
-                data["index"] = answer.index
-            if data:
-                yield StageOutput(request.id, data=data, last=last, decisions=request.decisions())
+        decisions = Entry(index, tokens).decisions(request.sampling.n)
+        return StageOutput(request.id, data=data, last=last, decisions=decisions)

@@ -17,7 +17,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from omni_actors.stages.autoregressive import tokenizing
 from omni_actors.stages.autoregressive.text import AnswerText, Vocabulary
-from omni_actors.stages.base import StageContext, StageOutput
+from omni_actors.stages.base import Decisions, StageContext, StageOutput, StageRequest
 from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.handoff import TalkerHandoff
@@ -40,11 +40,28 @@ CHUNK = 256
 
 
 class ThinkerRequest(OmniRequest, VLLMRequest[OmniPrompt]):
-    """One request. ``computed``: positions whose hidden states were taken. ``put_out``: outputs of ``behind``."""
+    """One request. ``computed``: positions whose hidden states were taken. ``put_out``: outputs of ``behind``.
 
+    vLLM decides the last output's tokens again, and finds the end of the answer by itself: rows come from forwards.
+    """
+
+    DECIDES_LAST_AGAIN = True
     params: VLLMThinkerParams
     answer: AnswerText
     computed = put_out = 0
+
+    def __init__(self, request: StageRequest, params: VLLMThinkerParams, collector: OmniPrompt) -> None:
+        super().__init__(request, params, collector)
+        self._undeclared: list[int] = []
+
+    def decide(self, tokens: Iterable[int]) -> None:
+        """Note tokens that vLLM has chosen."""
+        self._undeclared += tokens
+
+    def decisions(self) -> Decisions:
+        """Return the tokens that no output has declared yet."""
+        tokens, self._undeclared = tuple(self._undeclared), []
+        return tokens
 
 
 R = TypeVar("R", bound=ThinkerRequest)
@@ -144,14 +161,14 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
                 handoff.add_token(row)
             yield from self._put_out(request, request.computed - handoff.size)
 
-    def _outputs_behind(self, request: R, texts: Sequence[str]) -> Iterator[StageOutput]:
+    def _outputs_behind(self, request: R, outputs: Sequence[Any]) -> Iterator[StageOutput]:
         if request.handoff is None:
-            yield from self._put_out(request, sum(map(len, request.behind)))
+            yield from self._put_out(request, sum(len(entry.tokens) for entry in request.behind))
 
     def _put_out(self, request: R, computed: int) -> Iterator[StageOutput]:
         """Put outputs out again. computed: the answer's positions whose rows are there; negative: in the prompt."""
         while request.put_out < len(request.behind):
-            tokens = request.behind[request.put_out]
+            tokens = request.behind[request.put_out].tokens
             if request.answer.tokens + len(tokens) - 1 > computed:
                 break
             request.put_out += 1
