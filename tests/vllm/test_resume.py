@@ -51,10 +51,11 @@ def answer(
     journal: Sequence[Decisions] = (),
     needed_from: int = 0,
     tensors: dict[str, Any] | None = None,
+    asked: dict[str, Any] = QUESTION,
 ) -> list[StageOutput]:
     """Answer the question, or embeddings, alone in the batch."""
     driver.start(1, journal=tuple(journal), needed_from=needed_from, **params)
-    driver.feed(1, {} if tensors else QUESTION, tensors or {}, last=True)
+    driver.feed(1, {} if tensors else asked, tensors or {}, last=True)
     outputs: list[StageOutput] = driver.run()[1]
     return outputs
 

@@ -40,8 +40,8 @@ def answer(driver: Any, asked: list[Any], outputs: list[StageOutput], **params: 
     return found
 
 
-def check(driver: Any, asked: list[Any], *, forced: bool, **params: Any) -> None:
-    """Cut an answer in several places. forced: whether vLLM decodes all decided tokens again."""
+def check(driver: Any, asked: list[Any], **params: Any) -> None:
+    """Cut an answer in several places. vLLM decodes only the tokens of the journal's last output again."""
     whole = answer(driver, asked, [], **params)
     prompt = sum(not output.decisions for output in whole)
     for cut in (prompt, prompt + 1, len(whole) // 2, len(whole) - 1, len(whole)):
@@ -49,7 +49,7 @@ def check(driver: Any, asked: list[Any], *, forced: bool, **params: Any) -> None
         resumed = answer(driver, asked, whole[:cut], **params)
         assert [output.decisions for output in resumed] == [output.decisions for output in whole]
         assert_same_results(chunks(resumed), chunks(whole))
-        at_once = 0 if forced else sum(len(output.decisions) for output in whole[: max(0, cut - 1)])
+        at_once = sum(len(output.decisions) for output in whole[: max(0, cut - 1)])
         decoded = driver.engine.gauges()["generation_tokens"] - before
         assert decoded == whole[-1].data["completion_tokens"] - at_once
 
@@ -63,8 +63,8 @@ def test_a_resumed_answer_has_the_same_text_and_rows(driver: Any, name: str, dow
     tops = [sorted(each["logprob"] for each in found) for output in leads for found in output.data["logprobs"]]
     assert len(tops) == leads[-1].data["completion_tokens"]
     assert all(top[-1] - top[-2] > LEAD for top in tops) or name == "structure"
-    check(driver, CONVERSATION, forced=name == "structure", downstream=downstream, **PARAMS[name])
+    check(driver, CONVERSATION, downstream=downstream, **PARAMS[name])
 
 
 def test_a_resumed_answer_about_a_picture_has_the_same_text_and_rows(driver: Any) -> None:
-    check(driver, shown(1), forced=False)
+    check(driver, shown(1))

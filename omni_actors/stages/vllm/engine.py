@@ -211,7 +211,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
     def abort(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
         if request is not None and request.internal_id:
-            self._llm.abort_request([str(request_id)])
+            self._llm.abort_request([request.internal_id], internal=True)  # by our id, vLLM would keep a part of it
             self._begun = [each for each in self._begun if each[0] is not request]
             self._free_ended()
         super().abort(request_id)
