@@ -7,8 +7,7 @@ largest excess of a pause between two chunks of sound over the median of the sam
 Tokens: a standby takes over from a language model that is killed after some tokens. One system resumes; the other has
 the same engine, declared deterministic instead of resumable, and repeats.
 
-On vLLM (`.venv-vllm/bin/python -m bench.recovery --only vllm`): the same with the engine ``vllm``, whose next worker
-computes the decided tokens in one prefill. Log probabilities of the prompt make it decode them one by one instead.
+On vLLM (`.venv-vllm/bin/python -m bench.recovery --only vllm`): the same with the engine ``vllm``.
 
 Each worker has one native thread. One system computes at a time, and each answer begins when every worker is ready.
 """
@@ -29,7 +28,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 import msgspec
@@ -48,9 +47,6 @@ from omni_actors.stress.report import percentile
 COLD, UNDISTURBED, REPEAT = "cold restart", "no death", "repeat"
 TAKEOVERS: dict[str, Row] = {COLD: {}, "standby: 1": {"standby": 1}, "replicas: 2": {"replicas": 2}}
 MODES: dict[str, Row] = {"resume": {}, REPEAT: {"resumable": False, "deterministic": True}}
-PREFILL, ONE_BY_ONE = "one prefill", "one by one"
-ON_VLLM: dict[str, Row] = {UNDISTURBED: {}, PREFILL: {}, ONE_BY_ONE: {"prompt_logprobs": 0}}
-"""Parameters of the requests."""
 KINDS = ("echo", "voice", "omni", "tokens")
 STORY = "Write a very long story about the sea."
 RESTART = Restart(intensity=1_000_000, backoff_max_s=Restart().backoff_s)  # each death counts as the first one
@@ -178,19 +174,14 @@ def added_s(one: Heard, undisturbed: Sequence[Heard]) -> float:
     return float(max(pause - normal for pause, normal in zip(one.pauses_s, usual, strict=False)))
 
 
-async def next_token_s(system: OmniSystem, tokens: int, *, dies: bool = True, **params: Any) -> float:
+async def next_token_s(system: OmniSystem, tokens: int) -> float:
     """Kill the language model after ``tokens`` pieces of text. Return the time until the next one, in seconds."""
     await system.wait_ready()
     count, killed_at, victim = 0, 0.0, None
-    answer = system.generate(STORY, max_tokens=2 * tokens + 32, min_tokens=2 * tokens + 32, **params)
+    answer = system.generate(STORY, max_tokens=2 * tokens + 32, min_tokens=2 * tokens + 32)
     async for output in answer:
         count += isinstance(output.delta, str)
-        if not dies and count == tokens:
-            killed_at = killed_at or time.monotonic()
-        elif not dies and count > tokens:
-            answer.abort()
-            return time.monotonic() - killed_at
-        elif victim is None and count == tokens:
+        if victim is None and count == tokens:
             killed_at, victim = time.monotonic(), kill(system, answer, "llm")
         elif victim is not None and answer.stream.request.replay_state.placement.get("llm") not in (None, victim):
             answer.abort()
@@ -198,9 +189,12 @@ async def next_token_s(system: OmniSystem, tokens: int, *, dies: bool = True, **
     raise RuntimeError(f"the answer ended after {count} pieces of text")
 
 
-async def measure_tokens(counts: Sequence[int], rounds: int) -> list[Row]:
-    """Return a row for each number of tokens and mode, with a value for each of ``rounds`` deaths."""
-    llm = msgspec.structs.replace(config.load("voice").stages["llm"], inputs=(), standby=1)
+async def measure_tokens(pipeline: str, counts: Sequence[int], rounds: int) -> list[Row]:
+    """Return a row for each number of tokens and mode, with a value for each of ``rounds`` deaths.
+
+    pipeline: the one that has the language model.
+    """
+    llm = msgspec.structs.replace(config.load(pipeline).stages["llm"], inputs=(), standby=1)
     rows: list[Row] = [{"tokens": count, "mode": mode, "next_s": []} for count in counts for mode in MODES]
     async with systems(Pipeline(name="text", stages={"llm": llm}), ["llm"], MODES) as opened:
         for system in opened.values():
@@ -208,20 +202,6 @@ async def measure_tokens(counts: Sequence[int], rounds: int) -> list[Row]:
         for _ in range(rounds):
             for row in rows:
                 row["next_s"].append(await next_token_s(opened[row["mode"]], row["tokens"]))
-    return rows
-
-
-async def measure_vllm(counts: Sequence[int], rounds: int) -> list[Row]:
-    """Return a row for each number of tokens and mode, with a value for each of ``rounds`` deaths or answers."""
-    llm = msgspec.structs.replace(config.load("voice_vllm").stages["llm"], inputs=(), standby=1)
-    rows: list[Row] = [{"tokens": count, "mode": mode, "next_s": []} for count in counts for mode in ON_VLLM]
-    async with systems(Pipeline(name="text", stages={"llm": llm}), ["llm"], {"": {}}) as opened:
-        [system] = opened.values()
-        await next_token_s(system, min(counts))
-        for _ in range(rounds):
-            for row in rows:
-                dies, params = row["mode"] != UNDISTURBED, ON_VLLM[row["mode"]]
-                row["next_s"].append(await next_token_s(system, row["tokens"], dies=dies, **params))
     return rows
 
 
@@ -261,15 +241,16 @@ def main(rounds: int, only: tuple[str, ...], tokens: str, quick: bool, json_file
     with tempfile.TemporaryDirectory() as directory:
         for kind in only or (KINDS[:1] if quick else KINDS):
             print(f"{kind}: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+            counts = [int(count) for count in tokens.split(",")]
             if kind == "tokens":
-                waits = trio.run(measure_tokens, [int(count) for count in tokens.split(",")], rounds)
+                waits = trio.run(measure_tokens, "voice", counts, rounds)
             elif kind == "vllm":
-                on_vllm = trio.run(measure_vllm, [int(count) for count in tokens.split(",")], rounds)
+                on_vllm = trio.run(measure_tokens, "voice_vllm", counts, rounds)
             else:
                 silence += trio.run(measure_silence, subject(kind, Path(directory)), rounds)
     held = not silence or show(console, silence, ("pipeline", "stage", "takeover"), COLD)
     held &= not waits or show(console, waits, ("tokens", "mode"), REPEAT)
-    held &= not on_vllm or show(console, on_vllm, ("tokens", "mode"), ONE_BY_ONE)
+    held &= not on_vllm or show(console, on_vllm, ("tokens", "mode"), REPEAT)
     if json_file is not None:
         json_file.write_text(json.dumps({"silence": silence, "tokens": waits, "vllm": on_vllm}, indent=1))
     sys.exit(0 if held or quick else 1)

@@ -172,19 +172,23 @@ def other_weights(output: StageOutput) -> StageOutput:
     return msgspec.structs.replace(output, data={**output.data, "prompt": header} if header else output.data)
 
 
+@pytest.mark.parametrize("decided", [5, IDS["max_tokens"]])
 @pytest.mark.parametrize("loaded", [True, False])
 def test_decode_goes_on_behind_its_journal(
-    driver: Driver, sent: dict[int, list[StageOutput]], expected: dict[int, list[int]], loaded: bool
+    driver: Driver, sent: dict[int, list[StageOutput]], expected: dict[int, list[int]], loaded: bool, decided: int
 ) -> None:
-    """It computes the decided tokens, all but the last, at once: behind loaded blocks, or with a prompt of its own."""
+    """It computes the decided tokens at once: behind loaded blocks, or with a prompt of its own.
+
+    An answer that has ended needs no blocks.
+    """
     engine: Any = driver.engine
     before = engine.gauges()
     outputs = sent[LONG] if loaded else [other_weights(output) for output in sent[LONG]]
-    ask(driver, 1, outputs, journal=tuple((token,) for token in expected[LONG][:5]))
+    ask(driver, 1, outputs, journal=tuple((token,) for token in expected[LONG][:decided]))
     assert ids(driver.run()[1]) == expected[LONG]
     after = engine.gauges()
-    assert after["generation_tokens"] - before["generation_tokens"] == len(expected[LONG]) - 4
-    assert (after["prompts_loaded"] > before["prompts_loaded"]) == loaded
+    assert after["generation_tokens"] - before["generation_tokens"] == len(expected[LONG]) - decided
+    assert (after["prompts_loaded"] > before["prompts_loaded"]) == (loaded and decided == 5)
 
 
 def other_layout(output: StageOutput) -> StageOutput:

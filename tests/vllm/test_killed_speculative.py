@@ -1,0 +1,64 @@
+"""SIGKILL of a language model on vLLM with speculative decoding: a greedy answer goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import trio
+
+from omni_actors import OmniSystem
+from omni_actors.config import Pipeline, Restart, Stage
+from tests.support.shared_system import SharedSystem, open_shared_system
+from tests.vllm.split_model import ARGS, save
+from tests.vllm.test_killed_text import WATCHDOG_S, replays, tokens
+
+PROMPT: Any = {"prompt_token_ids": [*range(4, 14)] * 4}
+GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "ignore_eos": True,
+    "detokenize": False,
+    "max_tokens": 200,
+    "allowed_token_ids": [5, 6, 7],
+}
+"""The answer repeats itself, so drafts are accepted."""
+
+
+@pytest.fixture(scope="module")
+def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSystem]:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    stage = Stage(
+        engine="vllm",
+        model=str(save(tmp_path_factory.mktemp("tiny"))),
+        threads=1,
+        accepts=("messages",),
+        emits="text",
+        options={"engine_args": {**ARGS, "logits_processors": [], "speculative_config": drafts}},
+        restart=Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01),
+        step_timeout_s=20.0,
+    )
+    pipeline = Pipeline(name="text", stages={"llm": stage})
+    with open_shared_system(lambda: OmniSystem.open(pipeline), fixture_processes) as shared:
+        yield shared
+
+
+def test_a_greedy_answer_goes_on_after_each_of_two_deaths(shared_system: SharedSystem) -> None:
+    async def work(omni: OmniSystem) -> None:
+        with trio.fail_after(WATCHDOG_S):
+            expected = [output async for output in omni.generate(PROMPT, **GREEDY)]
+            generation, outputs = omni.generate(PROMPT, **GREEDY), []
+            for _ in range(2):
+                outputs += [await anext(generation)]
+                [replica] = omni.health().stages["llm"]
+                assert replica.pid is not None
+                os.kill(replica.pid, signal.SIGKILL)
+            outputs += [output async for output in generation]
+        assert any(len(output.data["token_ids"]) > 1 for output in expected), "a draft was accepted"
+        assert tokens(outputs) == tokens(expected)
+        assert outputs[-1].data == {**expected[-1].data, "token_ids": outputs[-1].data["token_ids"]}
+        assert 1 <= replays(outputs) <= 2
+
+    shared_system.run(work)
