@@ -26,7 +26,7 @@ from omni_actors.protocol.messages import Address
 from omni_actors.supervisor import devices
 from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.system import OmniSystem
-from omni_actors.system.control import Replies
+from omni_actors.system.calls import Replies
 from omni_actors.system.kept_updates import MOST_TENSORS
 from omni_actors.system.weight_memory import WeightMemory
 from tests.support.controllable_engine import FACTORY

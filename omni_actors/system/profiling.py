@@ -15,7 +15,8 @@ import trio
 
 from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.supervisor.calls import PendingCall, Reply, require_sendable
-from omni_actors.system.control import Control, Replies
+from omni_actors.system.calls import Replies
+from omni_actors.system.control import Control
 from omni_actors.system.ended import EndedRequests
 from omni_actors.system.profile_file import ProfileFile
 from omni_actors.system.timeline import Period

@@ -18,7 +18,7 @@ import trio
 
 from omni_actors.errors import InvalidRequest, SystemClosed, WorkerLost
 from omni_actors.supervisor.calls import Reply
-from omni_actors.system.control import Replies
+from omni_actors.system.calls import Replies
 from omni_actors.system.scaling import ScaleControl
 
 SLEEP_TIMEOUT_S = 120.0

@@ -17,7 +17,8 @@ import trio
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest, Overloaded, Unsupported, WorkerLost
 from omni_actors.supervisor.calls import PendingCall, Reply
-from omni_actors.system.control import CALL_TIMEOUT_S, Control
+from omni_actors.system.calls import CALL_TIMEOUT_S
+from omni_actors.system.control import Control
 
 if TYPE_CHECKING:
     from omni_actors.generation import Generation

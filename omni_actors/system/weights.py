@@ -27,7 +27,8 @@ from omni_actors.supervisor.calls import PendingCall, Reply
 from omni_actors.supervisor.desired_state import Part
 from omni_actors.supervisor.incarnation import IncarnationState
 from omni_actors.supervisor.replica import ReplicaState
-from omni_actors.system.control import CALL_TIMEOUT_S, Control, PauseMode, Replies
+from omni_actors.system.calls import CALL_TIMEOUT_S, Replies
+from omni_actors.system.control import Control, PauseMode
 from omni_actors.system.kept_updates import CAPABILITY, KeptUpdates, files_at, key_of
 
 UPDATE_TIMEOUT_S = 300.0

@@ -28,7 +28,8 @@ from omni_actors.stress.schedule import (
 from omni_actors.stress.workload import Workload
 from omni_actors.supervisor.desired_state import DesiredState, Part
 from omni_actors.system import OmniSystem
-from omni_actors.system.control import PauseMode, Replies
+from omni_actors.system.calls import Replies
+from omni_actors.system.control import PauseMode
 from omni_actors.system.loras import PARAMETER, LoraTable
 
 KILL = (Kill(("second",)), Settle())

@@ -19,6 +19,9 @@ RESERVED: Mapping[str, str] = {
     "model": "the stage's `model`",
     "worker_cls": "the engine itself",
     "additional_config": "the engine itself",
+    "spec_method": "`speculative_config`",
+    "spec_model": "`speculative_config`",
+    "spec_tokens": "`speculative_config`",
 }
 """Fields of ``EngineArgs`` that ``engine_args`` must not have, with what sets each of them."""
 DEFAULTS: Mapping[str, Any] = {

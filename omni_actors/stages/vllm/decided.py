@@ -22,12 +22,15 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
 from omni_actors.stages.base import Decisions, StageRequest
-from omni_actors.stages.vllm.options import VLLMSampling
 
 _DECIDED = "omni_actors.decided"
 _AT_ONCE = "omni_actors.at_once"
 _RESERVED = frozenset({_DECIDED, _AT_ONCE, "kv_transfer_params", "ec_transfer_params"})
 """The ``extra_args`` that no client sets: ours, and those by which vLLM moves blocks and encoded media."""
+
+
+_CONTEXT = 4
+"""From this many tokens before it, vLLM tells which characters a token with log probabilities ends."""
 
 
 class Entry(NamedTuple):
@@ -47,19 +50,25 @@ def entries(journal: Sequence[Decisions], n: int) -> list[Entry]:
     return [Entry(0, each) if n == 1 else Entry(each[0], each[1:]) for each in journal]
 
 
-def at_once(journal: Sequence[Entry], request: StageRequest, params: VLLMSampling) -> int:
+def has_logprobs(sampling: SamplingParams) -> bool:
+    """Return whether the answer has log probabilities."""
+    return sampling.logprobs is not None or sampling.logprob_token_ids is not None
+
+
+def at_once(journal: Sequence[Entry], request: StageRequest, sampling: SamplingParams) -> int:
     """Return of how many outputs of the journal, from the first one on, vLLM can compute the tokens in one prefill.
 
     None of an answer with a budget for thinking: how vLLM counts after a preemption is not tested here. With log
-    probabilities of the answer, only outputs that are not needed any more: a prefill has none. With log probabilities
-    of the prompt, only those before the first output that has them and is needed: the first one of an answer.
+    probabilities of the answer, only outputs that are not needed any more: a prefill has none. And not the last
+    ``_CONTEXT`` of these, with which vLLM decodes a character that the next tokens end. With log probabilities of the
+    prompt, only those before the first output that has them and is needed: the first one of an answer.
     """
-    if params.thinking_token_budget is not None:
+    if sampling.thinking_token_budget is not None:
         return 0
     end = len(journal)
-    if params.logprobs is not None or params.logprob_token_ids is not None:
-        end = min(end, request.needed_from)
-    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+    if has_logprobs(sampling):
+        end = min(end, max(0, request.needed_from - _CONTEXT * sampling.n))
+    if sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None:
         answers = set[int]()
         for number, entry in enumerate(journal[:end]):
             if entry.tokens and entry.answer not in answers and number >= request.needed_from:

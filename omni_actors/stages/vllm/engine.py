@@ -44,7 +44,7 @@ from omni_actors.stages.refusal import beyond_context
 from omni_actors.stages.vllm import _internals, control, replay
 from omni_actors.stages.vllm.adapters import DISABLED, VLLMAdapters
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, parallel, refusal, sampling_params
-from omni_actors.stages.vllm.decided import DecidedTokens, Entry, at_once, drop_reserved, entries
+from omni_actors.stages.vllm.decided import DecidedTokens, Entry, at_once, drop_reserved, entries, has_logprobs
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMSampling
 
 NOT_RESUMED = "not_resumed"
@@ -66,7 +66,7 @@ class VLLMRequest(PromptRequest[C]):
         self.sampling: SamplingParams = sampling_params(params)
         drop_reserved(self.sampling)
         journal = entries(request.journal, self.sampling.n)
-        count = at_once(journal, request, params)
+        count = at_once(journal, request, self.sampling)
         if self.DECIDES_LAST_AGAIN:
             count = min(count, max(0, len(journal) - 1))
         self.behind = [entry for entry in journal[:count] if entry.tokens]
@@ -108,7 +108,9 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         self._options = msgspec.convert(context.options, self.OPTIONS)
         model = context.model_directory
         given = self._options.engine_args
-        self._decides_again = not given.get("speculative_config")  # with it, vLLM takes no logits processors
+        config = json.loads((model / "config.json").read_text())
+        # With speculative decoding vLLM takes no logits processors.
+        self._decides_again = not given.get("speculative_config") and "speculators_config" not in config
         if self._decides_again:
             processors = [*given.get("logits_processors", ()), DecidedTokens]
             given = {**given, "logits_processors": processors}
@@ -117,7 +119,6 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         given = parallel(context, given)
         arguments = engine_args(context.stage, model, given, fixed)
         context.report(f"vLLM {vllm.__version__} is reading the weights")
-        config = json.loads((model / "config.json").read_text())
         _internals.register_in_process(config.get("architectures") or ())
         self._llm = LLMEngine.from_engine_args(arguments)
         self._context: int = self._llm.model_config.max_model_len
@@ -161,10 +162,19 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
 
     def start(self, request: StageRequest) -> None:
         super().start(request)
-        if self._requests[request.request_id].again and not self._decides_again:
+        resumed = self._requests[request.request_id]
+        if resumed.again and (why := self._why_not_again(resumed.sampling)) is not None:
             self.abort(request.request_id)
-            message = "its worker died, and with speculative decoding such a request is not resumed"
-            raise TemporarilyRefused(message, code=NOT_RESUMED)
+            raise TemporarilyRefused(f"its worker died, and {why}, such a request is not resumed", code=NOT_RESUMED)
+
+    def _why_not_again(self, sampling: SamplingParams) -> str | None:
+        """Return why vLLM cannot decide tokens again; None: it can."""
+        if not self._decides_again:
+            return "with speculative decoding"
+        mode = self._llm.model_config.logprobs_mode
+        if has_logprobs(sampling) and mode.startswith("processed"):  # they would be those of the one possible token
+            return f"with logprobs_mode {mode!r}"
+        return None
 
     def _join_batch(self, request: R, prompt: Any) -> None:
         del request.collector

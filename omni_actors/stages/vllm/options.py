@@ -64,7 +64,7 @@ class VLLMSampling(TextParams, frozen=True, forbid_unknown_fields=True):
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=1_000_000)] | None = None
     repetition_detection: Settings | None = None
     watermarking: bool | None = None
-    stream_interval: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    stream_interval: Annotated[int, Meta(ge=1, le=1000)] | None = None
     routed_experts_prompt_start: Count = 0
     trace_decode_token_ids: TokenIds | None = None
 

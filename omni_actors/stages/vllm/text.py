@@ -20,7 +20,7 @@ from vllm.inputs.engine import tokens_input
 from omni_actors.stages.autoregressive import tokenizing
 from omni_actors.stages.autoregressive.prompt_engine import C
 from omni_actors.stages.autoregressive.text import Vocabulary
-from omni_actors.stages.base import StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import MOST_UNDECLARED, StageContext, StageOutput, StageRequest
 from omni_actors.stages.llm.chat_template import check_chat_template
 from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
 from omni_actors.stages.refusal import request_work, validated
@@ -74,7 +74,8 @@ class TextEngine(VLLMEngine[TextRequest[Any]]):
             yield self._output(request, output, self._data(request, output))
 
     def _outputs(self, request: TextRequest[Any], output: Any) -> Iterator[StageOutput]:
-        if data := self._data(request, output):
+        data, index = self._data(request, output), output.outputs[0].index
+        if data or len(request.undeclared[index]) >= MOST_UNDECLARED:
             yield self._output(request, output, data)
 
     def _data(self, request: TextRequest[Any], output: Any) -> dict[str, Any]:
