@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from omni_actors.config import Limits, Pipeline, Restart, Stage
+from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import StageCrashed
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.outputs import Output
@@ -44,7 +44,6 @@ def pipeline(dies: dict[str, dict[str, Any]], replicas: int = 1) -> Pipeline:
             "second": stage("second", inputs=("first",)),
             "third": stage("third", inputs=("second",), emits="audio"),
         },
-        limits=Limits(replays=5),
     )
 
 
