@@ -139,6 +139,17 @@ def test_a_character_of_several_tokens_is_put_out_again(driver: Any) -> None:
         assert described(answer(driver, params, journal)[:cut]) == like(whole[:cut])
 
 
+def test_a_token_with_log_probabilities_may_end_a_character_that_the_journal_begins(driver: Any) -> None:
+    tokens = driver.engine._vocabulary.tokenizer.encode("A sea 🌊, é and 海.")
+    params = {"max_tokens": len(tokens), "logprobs": 1}
+    whole = answer(driver, params, [(token,) for token in tokens])  # vLLM decodes each of these tokens
+    journal = [output.decisions for output in whole]
+    assert len(journal) == len(tokens)
+    for needed_from in range(1, len(tokens)):
+        resumed = answer(driver, params, journal, needed_from)
+        assert described(resumed)[needed_from:] == like(whole)[needed_from:]
+
+
 def test_the_journal_decides_and_not_the_model(driver: Any) -> None:
     """The journal of an answer with another seed is followed, beside another request."""
     other = answer(driver, {**PARAMS["logprobs"], "seed": 99})

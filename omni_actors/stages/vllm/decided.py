@@ -29,10 +29,6 @@ _RESERVED = frozenset({_DECIDED, _AT_ONCE, "kv_transfer_params", "ec_transfer_pa
 """The ``extra_args`` that no client sets: ours, and those by which vLLM moves blocks and encoded media."""
 
 
-_CONTEXT = 4
-"""From this many tokens before it, vLLM tells which characters a token with log probabilities ends."""
-
-
 class Entry(NamedTuple):
     """What one output has decided. In a journal it is the tokens; with several answers (``n``), after the answer."""
 
@@ -59,15 +55,14 @@ def at_once(journal: Sequence[Entry], request: StageRequest, sampling: SamplingP
     """Return of how many outputs of the journal, from the first one on, vLLM can compute the tokens in one prefill.
 
     None of an answer with a budget for thinking: how vLLM counts after a preemption is not tested here. With log
-    probabilities of the answer, only outputs that are not needed any more: a prefill has none. And not the last
-    ``_CONTEXT`` of these, with which vLLM decodes a character that the next tokens end. With log probabilities of the
-    prompt, only those before the first output that has them and is needed: the first one of an answer.
+    probabilities of the answer, only outputs that are not needed any more: a prefill has none. With log probabilities
+    of the prompt, only those before the first output that has them and is needed: the first one of an answer.
     """
     if sampling.thinking_token_budget is not None:
         return 0
     end = len(journal)
     if has_logprobs(sampling):
-        end = min(end, max(0, request.needed_from - _CONTEXT * sampling.n))
+        end = min(end, request.needed_from)
     if sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None:
         answers = set[int]()
         for number, entry in enumerate(journal[:end]):

@@ -21,6 +21,7 @@ from omni_actors.stages.base import Decisions
 from omni_actors.stages.vllm.decided import begin_with
 
 check_stop: Any = resolve_name("vllm.v1.core.sched.utils:check_stop")
+append_logprobs: Any = resolve_name("vllm.logprobs:append_logprobs_for_next_position")
 EngineCoreOutput: Any = resolve_name("vllm.v1.engine:EngineCoreOutput")
 
 
@@ -74,6 +75,9 @@ class Answer:
         request.status = status
         state = llm.output_processor.request_states[self._name]
         [made] = llm.output_processor.process_outputs([output]).request_outputs
+        if (logprobs := state.logprobs_processor.logprobs) is not None:
+            for token in new:  # from these tokens vLLM tells which characters the next ones end
+                append_logprobs(logprobs, [token], [0.0], [""], 1, 0)
         state.is_prefilling = True  # the next output is the first one of which the figures know
         if self._name not in llm.output_processor.request_states:
             llm.engine_core.abort_requests([self._name])
