@@ -12,6 +12,7 @@ from omni_actors.errors import DeadlineExceeded, InvalidRequest, OmniError
 from omni_actors.generation import Generation
 from omni_actors.outputs import AudioChunk, Output
 from omni_actors.serve.api.schemas import takes_parameter
+from omni_actors.serve.http.errors import bad_request
 from omni_actors.system import OmniSystem
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class SessionPipeline:
         self.speaks = any(stage.emits == "audio" for stage in stages)
         self.takes_tools = takes_parameter(system.pipeline, "tools")
         self.transcribes = self.hears and any(stage.emits == "transcript" for stage in stages)
+
+    def require_hearing(self) -> None:
+        """Refuse sound of the user where no stage takes it. Raises HTTPError."""
+        if not self.hears:
+            raise bad_request(f"{self.system.pipeline.name!r} does not accept audio", "audio", "unsupported_input")
 
     def generate(self, messages: Sequence[Any], clips: Sequence[AudioChunk], settings: ResponseSettings) -> Generation:
         """Submit a conversation. Read it with ``next_output``. Raises OmniError."""

@@ -15,7 +15,6 @@ Rules
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,34 +25,23 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.errors import Aborted, OmniError
 from omni_actors.serve.api.errors import renaming, to_http_error
-from omni_actors.serve.api.tools import checked_arguments
 from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.http.websocket import Drain
 from omni_actors.serve.media.base64_data import from_base64
 from omni_actors.serve.realtime import events
-from omni_actors.serve.realtime.chat_messages import call_of
 from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, to_wire, updated
 from omni_actors.serve.realtime.conversation import Conversation, Entry
-from omni_actors.serve.realtime.input_audio import InputAudio, Recording, recording_of
-from omni_actors.serve.realtime.items import (
-    FunctionCall,
-    FunctionCallOutput,
-    Item,
-    ItemReference,
-    Message,
-    Part,
-    check_item,
-    new_id,
-    wire,
-)
+from omni_actors.serve.realtime.input_audio import InputAudio
+from omni_actors.serve.realtime.items import ItemReference, Message, Part, new_id
 from omni_actors.serve.realtime.outbox import Outbox
 from omni_actors.serve.realtime.pipeline import SessionPipeline
 from omni_actors.serve.realtime.response import Response
 from omni_actors.serve.realtime.response_settings import ResponseSettings
 from omni_actors.serve.realtime.session_responses import SessionResponses
 from omni_actors.serve.realtime.tools import require_tools
-from omni_actors.serve.realtime.transcribing import Transcriber, may_succeed
+from omni_actors.serve.realtime.transcribing import Transcriber
 from omni_actors.serve.realtime.turn_taking import TurnItem, TurnTaking, can_detect, open_turn_taking
+from omni_actors.serve.realtime.user_items import UserItems
 from omni_actors.system import OmniSystem
 
 NORMAL_CLOSURE, GOING_AWAY, UNSUPPORTED_DATA = 1000, 1001, 1003
@@ -102,7 +90,14 @@ class Session:
         self._outbox = Outbox(websocket)
         self._conversation = Conversation(max_items=limits.max_items, max_bytes=limits.max_bytes)
         self._input = InputAudio(limits.longest_turn_s)
-        self._transcriber = Transcriber(self._pipeline, self._outbox, limits.max_bytes)
+        transcriber = Transcriber(self._pipeline, self._outbox, limits.max_bytes)
+        self._items = UserItems(
+            self._pipeline,
+            self._outbox,
+            self._conversation,
+            transcriber=transcriber,
+            longest_s=limits.longest_turn_s,
+        )
         self._responses = SessionResponses(self._pipeline, self._outbox, self._conversation)
         self._turn_item = TurnItem()
         self._turns: TurnTaking | None = None
@@ -114,7 +109,7 @@ class Session:
         """Run the session until either side ends it. Its requests have ended when this returns."""
         await self._begin_turns()
         async with trio.open_nursery() as self._nursery:
-            for task in (self._send_events, self._transcriber.run, self._watch_drain, self._watch_expiry):
+            for task in (self._send_events, self._items.run, self._watch_drain, self._watch_expiry):
                 self._nursery.start_soon(task)
             self._outbox.post("session.created", session=self._described())
             await self._take_events()
@@ -196,7 +191,7 @@ class Session:
                 self._input.clear(self._config.audio.input.format)
                 self._outbox.post("input_audio_buffer.cleared")
             case events.ItemCreate(item=item, previous_item_id=after):
-                await self._create(item, after)
+                await self._items.create(item, after, self._config)
             case events.ItemTruncate(item_id=id, audio_end_ms=end_ms):
                 await self._responses.truncate(id, end_ms)
             case events.ItemDelete(item_id=id):
@@ -207,7 +202,7 @@ class Session:
             case events.ResponseCreate(response=asked):
                 for each in asked.input or () if asked is not None else ():
                     if not isinstance(each, ItemReference):
-                        await self._check_tools(each, "response.input")
+                        await self._items.check_tools(each, "response.input")
                 self._respond(asked or ResponseParams())
             case events.ResponseCancel(response_id=id):
                 await self._responses.cancel(id)
@@ -265,7 +260,7 @@ class Session:
         if detection is None:
             self._turns = None
         elif (detection, asked.format) != (before.turn_detection, before.format):
-            self._require_hearing()
+            self._pipeline.require_hearing()
             self._turns = await open_turn_taking(
                 detection,
                 self,
@@ -284,7 +279,7 @@ class Session:
 
     async def _take_sound(self, data: bytes) -> None:
         """Add sound to the buffer. Raises HTTPError."""
-        self._require_hearing()
+        self._pipeline.require_hearing()
         if self._turns is None:
             self._input.append(data, self._config.audio.input.format)
         else:
@@ -296,83 +291,17 @@ class Session:
         if self._turns is not None:
             self._turns.reset()
 
-    def _require_hearing(self) -> None:
-        if not self._pipeline.hears:
-            message = f"{self._pipeline.system.pipeline.name!r} does not accept audio"
-            raise bad_request(message, "audio", "unsupported_input")
-
     def commit_turn(self, until_ms: float | None, item_id: str) -> None:
         """Make an item of the buffer's sound; with ``until_ms``, of that before the position. Raises HTTPError."""
-        self._require_hearing()
+        self._pipeline.require_hearing()
         format = self._config.audio.input.format
         recording = self._input.recording(format, until_ms)
         entry = Entry(Message(id=item_id, role="user", content=[Part("input_audio")]), {0: recording})
-        self._add(entry, is_committed=True)
+        self._items.add(entry, self._config, is_committed=True)
         if until_ms is None:
             self._input.clear(format)
         else:
             self._input.forget(until_ms, format)
-
-    def _add(self, entry: Entry, after: str | None = None, *, is_committed: bool = False) -> None:
-        """Add an item of the user, and announce it. Raises HTTPError: it is refused, and nothing has changed.
-
-        Args:
-            entry: the item.
-            after: the identifier of the item before it; None: it is the last one.
-            is_committed: whether it comes from the input audio buffer.
-        """
-        self._transcriber.check_room(entry.recorded_bytes)
-        for id in self._conversation.add(entry, after, may_leave=self._config.truncation == "auto"):
-            self._outbox.post("conversation.item.deleted", item_id=id)
-        before = self._conversation.before(entry)
-        if is_committed:
-            self._outbox.post("input_audio_buffer.committed", previous_item_id=before, item_id=entry.item.id)
-        for name in ("added", "done"):
-            self._outbox.post(f"conversation.item.{name}", previous_item_id=before, item=wire(entry.item))
-        self._transcribe(entry)
-
-    def _transcribe(self, entry: Entry) -> None:
-        """Have the words of an entry's recordings written down, if the client or the pipeline needs them."""
-        asked = self._config.audio.input.transcription
-        if entry.recordings and (asked is not None or self._pipeline.transcribes):
-            self._transcriber.add(entry, asked)
-
-    def _transcribe_again(self, entries: Sequence[Entry]) -> None:
-        """Have the words written down that a response needs and whose transcripts failed, if that may succeed now."""
-        for entry in entries if self._pipeline.transcribes else ():
-            has_failed = entry.words_known.is_set() and entry.error is not None and may_succeed(entry.error)
-            if has_failed and self._transcriber.has_room(entry.recorded_bytes):
-                self._transcribe(entry)
-
-    # items
-
-    async def _create(self, item: Item, after: str | None) -> None:
-        """Raises HTTPError."""
-        check_item(item)
-        await self._check_tools(item, "item")
-        item.status = "completed"
-        self._add(Entry(item, await self._recordings(item)), after)
-
-    async def _check_tools(self, item: Item, param: str) -> None:
-        """Raises HTTPError."""
-        if isinstance(item, FunctionCall | FunctionCallOutput) and not self._pipeline.takes_tools:
-            message = f"{param}.type: no stage of {self._pipeline.system.pipeline.name!r} takes tools"
-            raise bad_request(f"{message}; accepted: 'message'", f"{param}.type", "unsupported_parameter")
-        if isinstance(item, FunctionCall):
-            await checked_arguments(call_of(item), f"{param}.arguments")
-
-    async def _recordings(self, item: Item) -> dict[int, Recording]:
-        """Take the recordings out of a client's message. Raises HTTPError."""
-        found: dict[int, Recording] = {}
-        for index, part in enumerate(item.content if isinstance(item, Message) else ()):
-            if part.type == "input_audio" and part.audio is not None:
-                self._require_hearing()
-                place = f"item.content[{index}].audio"
-                data = await from_base64(part.audio, place)
-                format, most_s = self._config.audio.input.format, self._limits.longest_turn_s
-                found[index] = recording_of(data, format, most_s, place)
-            part.audio = None
-        return found
 
     # what turn taking asks
 
@@ -401,7 +330,7 @@ class Session:
         self._check_modalities(config, "response.")
         require_tools(config, "response.", is_chosen=asked.tool_choice is not UNSET)
         response = self._responses.begin(self._config, asked, self._params, needs_words=needs_words)
-        self._transcribe_again(response.entries)
+        self._items.transcribe_again(response.entries, self._config)
         assert self._nursery is not None
         self._nursery.start_soon(self._run_response, response)
 
