@@ -36,6 +36,7 @@ class SessionPipeline:
     Attributes:
         hears: whether it takes recordings.
         speaks: whether it makes sound.
+        answers: whether it answers messages with text. Others only transcribe.
         takes_tools: whether an engine can be given tools.
         transcribes: whether a stage writes the words of recordings. Other pipelines that hear are asked for the words.
     """
@@ -45,6 +46,8 @@ class SessionPipeline:
         stages = system.pipeline.stages.values()
         self.hears = any("audio" in stage.accepts for stage in stages)
         self.speaks = any(stage.emits == "audio" for stage in stages)
+        is_asked = any("messages" in stage.accepts for stage in stages)
+        self.answers = is_asked and any(stage.emits == "text" for stage in stages)
         self.takes_tools = takes_parameter(system.pipeline, "tools")
         self.transcribes = self.hears and any(stage.emits == "transcript" for stage in stages)
 

@@ -314,8 +314,8 @@ class Session:
         return self._responses.is_playing()
 
     def respond_to_turn(self, *, is_spoken: bool) -> None:
-        """Begin a response, unless one of the conversation is in progress. Raises HTTPError."""
-        if self._responses.current is None:
+        """Begin a response, unless one of the conversation is in progress or there are none. Raises HTTPError."""
+        if self._pipeline.answers and self._responses.current is None:
             self._respond(ResponseParams(), needs_words=is_spoken)
 
     async def interrupt(self) -> None:
@@ -326,6 +326,9 @@ class Session:
 
     def _respond(self, asked: ResponseParams, *, needs_words: bool = False) -> None:
         """Begin a response. needs_words: see ``Response``. Raises HTTPError."""
+        if not self._pipeline.answers:
+            message = f"{self._pipeline.system.pipeline.name!r} only transcribes, so there are no responses"
+            raise bad_request(message, None, "unsupported_modality")
         config = asked.applied_to(self._config)
         self._check_modalities(config, "response.")
         require_tools(config, "response.", is_chosen=asked.tool_choice is not UNSET)

@@ -67,7 +67,10 @@ class TurnSession(Protocol):
         """Make an item of the sound up to a position. Raises HTTPError."""
 
     def respond_to_turn(self, *, is_spoken: bool) -> None:
-        """Begin a response, unless one is in progress. is_spoken: whether the user spoke. Raises HTTPError."""
+        """Begin a response, unless one is in progress or the pipeline makes none. Raises HTTPError.
+
+        is_spoken: whether the user spoke.
+        """
 
 
 class TurnItem:

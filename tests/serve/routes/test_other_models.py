@@ -10,8 +10,9 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from bench.turns import SENTENCES, say
 from tests.support.http_server import Server, Start
-from tests.support.realtime import session, silence
+from tests.support.realtime import pcm, session, silence
 
 PIPELINES = {
     "hearing": "{engine: echo, accepts: [audio, messages], emits: text}",  # the shape of an omni model without speech
@@ -81,6 +82,23 @@ def test_a_realtime_session_that_only_transcribes(server: Server) -> None:
         talk.hear(silence(0.2))
         talk.send("input_audio_buffer.commit")
         talk.until("conversation.item.input_audio_transcription.completed")
+        for conversation in ("auto", "none"):
+            error = talk.error("response.create", response={"conversation": conversation})
+            assert (error["code"], error["message"]) == (
+                "unsupported_modality",
+                "'writer' only transcribes, so there are no responses",
+            )
+
+
+@pytest.mark.voice
+def test_a_spoken_turn_where_the_model_only_transcribes_gets_no_response(server: Server) -> None:
+    with session(server, query="?model=writer") as talk:  # it finds the turns as every session does
+        talk.send("session.update", session={"audio": {"input": {"transcription": {"model": "any"}}}})
+        assert talk.until("session.updated")[-1]["session"]["audio"]["input"]["turn_detection"]["create_response"]
+        for _ in range(2):
+            talk.hear(silence(1) + pcm(say(SENTENCES[0])) + silence(1))
+            types = [event["type"] for event in talk.until("conversation.item.input_audio_transcription.completed")]
+            assert "response.created" not in types
 
 
 @pytest.mark.parametrize(("model", "routes"), [("painter", f"{CHAT}, {PICTURES}"), ("speaker", SPEECH)])
