@@ -3,6 +3,7 @@
 Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, all ``LEVEL``, and takes ``step_s``.
 "hush" has no sound, "unspeakable" is refused, "later" is refused for now every other time, and "deadly" ends the
 worker with ``LAST_LINES`` on stderr.
+Mute: refuses every text that a client wants to hear, at its end, with the error code of the option ``refusal``.
 Ear: a recording's transcript is its length and its rate, in words; after a comma, the task and the prompt that it was
 given. It is one segment, with the times that it was asked for. It knows no language "xx", and refuses a recording of
 ``REFUSED_S``.
@@ -92,6 +93,17 @@ class Speaker(_Engine):
             if word == "hush":
                 continue
             yield {"audio": np.full(round(RATE * WORD_S), LEVEL, np.float32)}, {"sample_rate": RATE}
+
+
+class Mute(_Engine):
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self._code = context.options["refusal"]
+
+    def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        if chunk.last:
+            raise InvalidRequest("there is nothing to speak", param="input", code=self._code)
+        return iter(())
 
 
 class Ear(_Engine):

@@ -4,7 +4,8 @@ Rules
 1. A response waits for the words of the user's recordings where the pipeline has a transcriber. Otherwise the pipeline
    hears the recordings themselves. A response to a turn in which there are no words, such as a cough, is empty.
 2. If the model may call functions, and the pipeline speaks scripts, the text is spoken by a request of its own: calls
-   are not read aloud. The beginning of a call that was cut is dropped too.
+   are not read aloud. The beginning of a call that was cut is dropped too. A text in which there is nothing to speak
+   ends without sound, as it does where the same request speaks it.
 3. A conversation that is too long for the model loses its older half and is tried again, unless the session's
    ``truncation`` is "disabled". Messages of the system stay. Nothing has been sent by then.
 4. A conversation that the pipeline refuses, and in which one side speaks twice in a row, is tried again with such
@@ -40,6 +41,9 @@ DELTA_S = 0.2
 """The longest sound of one event."""
 QUEUED_CHUNKS = 256
 """How many chunks of sound may be read before they may leave (rule 6)."""
+
+_SOUNDLESS = ("empty", "nothing_to_speak")
+"""The codes with which a text to speak is refused in which there is nothing to pronounce."""
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
@@ -243,6 +247,9 @@ class Response:
             while (output := await self._pipeline.next_output(generation)) is not None:
                 if isinstance(output.delta, AudioChunk):
                     await self._add_sound(generation, output, queue)
+        except InvalidRequest as error:
+            if error.code not in _SOUNDLESS:
+                raise
         finally:
             generation.abort()
 

@@ -175,6 +175,30 @@ def test_a_call_that_is_cut_by_its_length_does_not_break_the_conversation(writer
         assert done["status"] in ("completed", "incomplete"), done["status_details"]
 
 
+@pytest.mark.parametrize("refusal", ["empty", "nothing_to_speak"])
+def test_an_answer_without_anything_to_pronounce_is_complete_without_sound(
+    start: Start, writer_config: str, refusal: str
+) -> None:
+    """With tools, a second request speaks the text. Without, the voice ends an answer without sound by itself."""
+    mouth = f"""\
+  mouth:
+    engine: "tests.support.served_engines:Mute"
+    accepts: [script]
+    inputs: [mind]
+    emits: audio
+    options: {{refusal: {refusal}}}
+"""
+    with start(config=writer_config + mouth) as server, session(server) as talk:
+        talk.send("session.update", session={"tools": [CITY]})
+        talk.until("session.updated")
+        talk.ask("Is it warm in Rome?")
+        events = talk.respond(max_output_tokens=20)
+        done = events[-1]["response"]
+        assert done["status"] in ("completed", "incomplete"), done["status_details"]
+        assert done["output"][0]["content"][0]["transcript"].strip()
+        assert "response.output_audio.delta" not in [event["type"] for event in events]
+
+
 def test_a_call_that_is_cut_before_its_name_is_known_is_no_text(writer: Server) -> None:
     """A session that speaks would read it out."""
     with session(writer) as talk:
