@@ -1,16 +1,18 @@
-"""Barge-in: whether the user's speech cuts the answer that is being played.
+"""Barge-in: whether the user's speech cuts the answer that is being played or computed.
 
 Without ``ignore_backchannels``, the start of speech cuts the answer. With it, the speech is judged first:
 
 | state    | event                                  | decision    | next state |
 |----------|----------------------------------------|-------------|------------|
-| quiet    | speech starts while an answer plays    |             | undecided  |
-| quiet    | speech starts and nothing plays        |             | turn       |
+| quiet    | speech starts while an answer is heard |             | undecided  |
+| quiet    | ... while one is only computed         | CUT         | turn       |
+| quiet    | ... while there is none                |             | turn       |
 | undecided| the speech lasts ``LONGEST_MS``        | CUT         | turn       |
 | undecided| the speech stops before that           | BACKCHANNEL | quiet      |
 | turn     | the speech stops                       | TURN        | quiet      |
 
-The words are not looked at: a short "stop" is a backchannel too.
+The words are not looked at: a short "stop" is a backchannel too. Speech before the first sound of an answer is none: it
+goes on with what the user has said.
 """
 
 from __future__ import annotations
@@ -62,10 +64,16 @@ class BargeIn:
         """Forget the speech in progress, as ``Detector.reset`` does."""
         self._state = _State.QUIET
 
-    def started(self, event: SpeechStarted, *, playing: bool) -> Decision | None:
-        """Return CUT if the speech cuts the answer at once. playing: whether an answer is being played or computed."""
+    def started(self, event: SpeechStarted, *, playing: bool, heard: bool) -> Decision | None:
+        """Return CUT if the speech cuts the answer at once.
+
+        Args:
+            event: the start of the speech.
+            playing: whether an answer is being played or computed.
+            heard: whether the sound of one was being played when the speech began.
+        """
         self._speech_ms = event.speech_ms
-        judged = playing and self._interrupts and self._ignores_backchannels
+        judged = heard and self._interrupts and self._ignores_backchannels
         self._state = _State.UNDECIDED if judged else _State.TURN
         return Decision.CUT if playing and self._interrupts and not judged else None
 

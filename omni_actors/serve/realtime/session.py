@@ -313,6 +313,10 @@ class Session:
         """Return whether an answer is computed or, as far as the server knows, played."""
         return self._responses.is_playing()
 
+    def is_heard(self, since_s: float) -> bool:
+        """Return whether an answer is played, as far as the server knows, and has been for more than ``since_s``."""
+        return self._responses.is_heard(since_s)
+
     def respond_to_turn(self, *, is_spoken: bool) -> None:
         """Begin a response, unless one of the conversation is in progress or there are none. Raises HTTPError."""
         if self._pipeline.answers and self._responses.current is None:

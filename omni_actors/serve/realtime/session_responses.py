@@ -107,6 +107,11 @@ class SessionResponses:
         """Return whether an answer is computed or, as far as the server knows, played."""
         return self.current is not None or self.unplayed_s() > 0
 
+    def is_heard(self, since_s: float) -> bool:
+        """Return whether an answer is played, as far as the server knows, and has been for more than ``since_s``."""
+        pacers, now = [each.pacer for each in self._playing], trio.current_time()
+        return any(each.unplayed_s(now) > 0 and each.played_s(now) > since_s for each in pacers)
+
     def unplayed_s(self) -> float:
         """Return how long answers of the conversation will be played, as far as the server knows."""
         now = trio.current_time()

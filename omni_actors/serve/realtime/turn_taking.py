@@ -60,6 +60,9 @@ class TurnSession(Protocol):
     def is_playing(self) -> bool:
         """Return whether the client plays an answer, or waits for one."""
 
+    def is_heard(self, since_s: float) -> bool:
+        """Return whether the client plays an answer, and has played it for more than ``since_s``."""
+
     async def interrupt(self) -> None:
         """Cut the answer, and keep of it what was heard."""
 
@@ -231,9 +234,10 @@ class TurnTaking:
             case SpeechStarted():
                 if not self._item.is_announced:  # else the buffer begins where the turn does (rule 7)
                     self._sound.forget(self._begins_ms + event.at_ms, self._format)
-                playing = self._session.is_playing()
+                found_after_s = (self._detector.position_ms - event.speech_ms) / 1000
+                playing, heard = self._session.is_playing(), self._session.is_heard(found_after_s)
                 self._held = event
-                if self._barge_in.started(event, playing=playing) is Decision.CUT:
+                if self._barge_in.started(event, playing=playing, heard=heard) is Decision.CUT:
                     await self._cut()
                 elif not self._barge_in.is_undecided:
                     self._announce()

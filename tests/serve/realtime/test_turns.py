@@ -172,24 +172,6 @@ def test_speech_cuts_nothing_if_it_may_not(talk: Session) -> None:
     assert done["status_details"]["reason"] == "client_cancelled"
 
 
-@pytest.mark.parametrize(
-    ("backchannel", "interruption"), [("Yeah.", SENTENCES[-1]), ("Mm-hm.", "Mm-hm, but what about tomorrow?")]
-)
-def test_an_answer_goes_on_through_a_backchannel(talk: Session, backchannel: str, interruption: str) -> None:
-    settings = {"type": "server_vad", "ignore_backchannels": True}
-    talk.send("session.update", session={"type": "realtime", "audio": {"input": {"turn_detection": settings}}})
-    assert talk.websocket.recv(60)  # the client's types do not know this extension
-    item_id = answer(talk)
-    talk.hear(silence(0.5) + pcm(say(backchannel)) + silence(1))
-    talk.hear(pcm(say(interruption)))
-    events = talk.until("conversation.item.truncated")
-    starts = [event for event in events if event["type"] == "input_audio_buffer.speech_started"]
-    assert len(starts) == 1
-    backchannel_ms = 1500 + len(say(backchannel)) / 16
-    assert starts[0]["audio_start_ms"] >= backchannel_ms - 400
-    assert events[-1]["item_id"] == item_id
-
-
 @pytest.mark.parametrize("event", ["response.cancel", "output_audio_buffer.clear", "conversation.item.truncate"])
 def test_speech_does_not_restore_the_words_that_the_client_dropped(talk: Session, event: str) -> None:
     item_id = answer(talk)
@@ -205,20 +187,6 @@ def test_speech_does_not_restore_the_words_that_the_client_dropped(talk: Session
     talk.send("conversation.item.retrieve", item_id=item_id)
     [part] = talk.until("conversation.item.retrieved")[-1]["item"]["content"]
     assert len(part["transcript"].split()) <= 3
-
-
-def test_a_backchannel_is_a_turn_after_the_client_has_stopped_the_answer(talk: Session) -> None:
-    settings = {"type": "server_vad", "ignore_backchannels": True}
-    talk.send("session.update", session={"type": "realtime", "audio": {"input": {"turn_detection": settings}}})
-    assert talk.websocket.recv(60)  # the client's types do not know this extension
-    answer(talk)
-    for _ in range(7):
-        talk.until("response.output_audio.delta")  # 1.6 s of sound
-    talk.send("response.cancel")
-    talk.until("response.done")
-    talk.hear(silence(0.5) + pcm(say("Yeah.")) + silence(1))
-    talk.send("conversation.item.retrieve", event_id="last", item_id="x")
-    assert "input_audio_buffer.committed" in [event["type"] for event in talk.until("error")]
 
 
 def test_a_user_who_says_nothing_is_answered(talk: Session) -> None:
