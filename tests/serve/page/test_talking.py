@@ -368,6 +368,30 @@ def test_hands_free_goes_on_with_the_session_of_push_to_talk(page: Page) -> None
     assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [1, 1, 1]
 
 
+UNDETECTED = """
+const {send} = WebSocket.prototype;
+WebSocket.prototype.send = function (data) {
+  return send.call(this, data.replace('"type":"server_vad"', '"type":"server_vad","threshold":2'));
+};
+"""
+"""The server refuses to find turns, as one without a detector does."""
+
+
+def test_push_to_talk_goes_on_where_the_server_refuses_to_find_the_turns(page: Page) -> None:
+    speak(page)
+    wait_sent(page, "response.create")
+    page.evaluate(f"(() => {{ {UNDETECTED} }})()")
+    page.key("h", "KeyH", "h")
+    page.wait("document.querySelector('.composer .error')?.innerText.includes('threshold')", timeout_s=15)
+    assert page.evaluate(MODE) == "push"
+    page.evaluate("void (seen.sent.length = seen.pieces = 0)")
+    page.wait("seen.pieces >= 7")
+    assert "input_audio_buffer.append" not in sent(page)
+    speak(page)
+    wait_sent(page, "response.create")
+    assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [1, 1, 1]
+
+
 LISTENER = """\
 name: listener
 stages:

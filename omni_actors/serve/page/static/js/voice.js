@@ -12,6 +12,7 @@ const KEPT_SPEECH = 20;
 const ANSWER_MS = 5000; // the longest wait for why a session was refused
 const SHORTEST_MS = 100; // the server refuses a shorter turn
 const NOTHING_TO_CANCEL = "response_cancel_not_active"; // the code of an error
+const TO_HANDS_FREE = "hands-free"; // the id of the event that asks the server to find the turns
 const EXPIRED = "session_expired"; // the code of the error after which the server closes the session
 const GOING_AWAY = 1001; // the code with which a server closes that ends
 const MOST_WAITING = 750; // events that wait until the session is configured: 30 s of sound
@@ -88,6 +89,7 @@ class Session {
     const format = { type: "audio/pcm", rate: 24000 };
     const detection = this.isHandsFree ? { type: "server_vad", create_response: true, interrupt_response: true } : null;
     this.post("session.update", {
+      event_id: this.isHandsFree ? TO_HANDS_FREE : undefined,
       session: {
         type: "realtime",
         audio: {
@@ -102,6 +104,13 @@ class Session {
   setHandsFree() {
     this.isHandsFree = true;
     this.configure();
+  }
+
+  // The server refuses to find the turns, for example because it lacks the model: push-to-talk goes on.
+  keepPush(error) {
+    this.isHandsFree = false;
+    goal = "push";
+    voice.update({ mode: "push", error });
   }
 
   // Stops the answer, and tells the server how much of it was heard. A written one is ended by `response.cancel`.
@@ -177,6 +186,7 @@ class Session {
         break;
       case "error":
         if (this.waiting !== null || event.error.code === EXPIRED) close(event.error.message);
+        else if (event.error.event_id === TO_HANDS_FREE) this.keepPush(event.error.message);
         else if (event.error.code !== NOTHING_TO_CANCEL) voice.update({ error: event.error.message });
         break;
       default:
