@@ -8,6 +8,8 @@ Rules
    worker on another node is refused: a process of this machine may have the same pid.
 4. A starved worker runs a tenth of the time, for ``STARVE_S`` at most. It runs again when the request ends, however it
    ends. One worker is starved once at a time.
+5. A frozen worker is not starved, and a starved one is not frozen: the signals of one fault would end the other.
+6. The server knows which workers are frozen: a page may be reloaded, and there may be several.
 """
 
 from __future__ import annotations
@@ -40,8 +42,15 @@ SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGC
 
 
 def routes() -> list[Route]:
-    """Return the route of the faults. It accepts POST; its arguments are in the query."""
-    starved: set[int] = set()
+    """Return the routes of the faults. POST injects one, GET tells who is frozen; the arguments are in the query."""
+    frozen = dict[tuple[str, str], int]()  # the pid, by pipeline and "stage.replica"; another worker has another pid
+    starved = set[int]()
+
+    async def show(request: Request) -> Response:
+        """Return the pid of each worker of ``pipeline`` (the first one) that was frozen, by "stage.replica"."""
+        _require_loopback(request)
+        name = _system(request).pipeline.name
+        return JSONResponse({"frozen": {worker: pid for (pipeline, worker), pid in frozen.items() if pipeline == name}})
 
     async def chaos(request: Request) -> Response:
         """Inject ``fault`` into the worker of ``stage`` and ``replica`` (0) of ``pipeline`` (the first one)."""
@@ -50,12 +59,19 @@ def routes() -> list[Route]:
         fault = query.get("fault")
         if fault not in get_args(Fault):
             raise bad_request(f"fault: one of {', '.join(get_args(Fault))} was expected", "fault")
-        pid = _pid(_system(request), query.get("stage", ""), query.get("replica", "0"))
+        system, stage, replica = _system(request), query.get("stage", ""), query.get("replica", "0")
+        pid, worker = _pid(system, stage, replica), (system.pipeline.name, f"{stage}.{replica}")
         with _opened(pid) as pidfd:
+            if fault in ("freeze", "starve") and pid in starved:
+                raise HTTPError(409, f"the worker with pid {pid} is starved now", code="starved")
+            if fault == "starve" and frozen.get(worker) == pid:
+                raise HTTPError(409, f"the worker with pid {pid} is frozen", code="frozen")
             if fault in SIGNALS:
                 _send(pidfd, SIGNALS[fault])
-            elif pid in starved:
-                raise HTTPError(409, f"the worker with pid {pid} is starved already", code="starved")
+                if fault == "freeze":
+                    frozen[worker] = pid
+                else:
+                    frozen.pop(worker, None)
             else:
                 starved.add(pid)
                 try:
@@ -64,7 +80,7 @@ def routes() -> list[Route]:
                     starved.discard(pid)
         return JSONResponse({"fault": fault, "pid": pid})
 
-    return [Route(PATH, chaos, methods=["POST"])]
+    return [Route(PATH, chaos, methods=["POST"]), Route(PATH, show, methods=["GET"])]
 
 
 def _require_loopback(request: Request) -> None:

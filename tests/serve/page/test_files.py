@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -112,12 +113,23 @@ def test_faults_reach_the_worker_and_only_through_a_loopback_host(start: Start) 
 
         assert inject(stage="mind", fault="freeze").json() == {"fault": "freeze", "pid": pid}
         server.wait(lambda: _status(pid) == "T", "the worker to stand still")
+        assert _code(inject(stage="mind", fault="starve")) == "frozen"
+        assert _status(pid) == "T", "starving it would have thawed it"
+        assert server.http.get("/v1/chaos").json() == {"frozen": {"mind.0": pid}}
+        assert server.http.get("/v1/chaos", headers={"host": "evil.example.org"}).status_code == 421
         assert inject(stage="mind", fault="thaw").status_code == 200
         server.wait(lambda: _status(pid) != "T", "the worker to run again")
+        assert server.http.get("/v1/chaos").json() == {"frozen": {}}
 
         assert inject(**kill).json() == {"fault": "kill", "pid": pid}
         server.wait(lambda: server.replica("mind")["generation"] == 2 and server.status() == "ready", "a new worker")
         assert server.replica("mind")["history"][0]["signal"] == "SIGKILL"
+
+
+def _code(refusal: httpx.Response) -> str:
+    assert refusal.status_code == 409
+    code: str = refusal.json()["error"]["code"]
+    return code
 
 
 def _status(pid: int) -> str:
@@ -137,6 +149,22 @@ def test_a_starved_worker_runs_again_when_the_client_has_gone(start: Start) -> N
         question = {"model": "studio", "messages": [{"role": "user", "content": "hello"}]}
         assert server.http.post("/v1/chat/completions", json=question).status_code == 200
         assert server.pid_of("mind") == pid
+
+
+@pytest.mark.slow
+def test_a_starved_worker_is_not_frozen(start: Start) -> None:
+    """It would be thawed by the next signal of the starvation, and be called frozen."""
+    fault = {"stage": "mind", "fault": "starve"}
+    with start("--chaos") as server, ThreadPoolExecutor() as threads, httpx.Client(base_url=server.url) as client:
+        pid = server.pid_of("mind")
+        starving = threads.submit(client.post, "/v1/chaos", params=fault, timeout=60)
+        server.wait(lambda: _status(pid) == "T", "the worker to be starved")
+        assert _code(server.http.post("/v1/chaos", params={**fault, "fault": "freeze"})) == "starved"
+        assert starving.result().status_code == 200
+        assert server.http.get("/v1/chaos").json() == {"frozen": {}}
+        server.wait(lambda: _status(pid) != "T", "the worker to run again")
+        for fault["fault"] in ("freeze", "thaw"):
+            assert server.http.post("/v1/chaos", params=fault).status_code == 200
 
 
 def _starve_and_leave(server: Server) -> bool:

@@ -2,6 +2,7 @@
 
 import { Chat } from "./chat.js";
 import { call } from "./api.js";
+import { watchFrozen } from "./chaos.js";
 import { Deaths } from "./deaths.js";
 import { Diagram } from "./diagram.js";
 import { KeyPrompt, SameCall, Shortcuts } from "./dialogs.js";
@@ -155,6 +156,7 @@ async function main() {
   document.body.querySelector(":scope > header").remove();
   render(html`<${App} facts=${facts} />`, place);
   follow();
+  if (facts.has_chaos) watchFrozen();
 }
 
 main();
