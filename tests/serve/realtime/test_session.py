@@ -19,6 +19,7 @@ from tests.support.http_server import Start
 from tests.support.realtime import PCM_S, Session, session, silence
 
 TEXT: Any = {"output_modalities": ["text"]}
+RECORDING: Any = {"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": "AAAA"}]}
 CALL: Any = {"type": "function_call", "name": "x", "arguments": "{}"}
 
 
@@ -267,6 +268,7 @@ def test_one_response_at_a_time(talk: Session) -> None:
         ("conversation.item.create", {"item": CALL}, "unsupported_parameter", "item.type"),
         ("response.cancel", {"response_id": "x"}, "response_cancel_not_active", None),
         ("response.create", {"response": {"input": [{"type": "item_reference", "id": "x"}]}}, "item_not_found", None),
+        ("response.create", {"response": {"input": [RECORDING]}}, "unsupported_input", "response.input"),
     ],
 )
 def test_a_bad_event_is_an_error_that_names_it(
