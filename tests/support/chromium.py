@@ -146,22 +146,22 @@ class Page:
         """Click the middle of an element with the mouse."""
         self._mouse(selector, "mousePressed", "mouseReleased")
 
-    def press(self, selector: str) -> None:
-        """Press the mouse button over an element, without releasing it."""
-        self._mouse(selector, "mousePressed")
+    def press(self, selector: str, button: str = "left") -> None:
+        """Press a mouse button over an element, without releasing it."""
+        self._mouse(selector, "mousePressed", button=button)
 
     def release(self, selector: str) -> None:
         """Release the mouse button over an element."""
         self._mouse(selector, "mouseReleased")
 
-    def _mouse(self, selector: str, *kinds: str) -> None:
+    def _mouse(self, selector: str, *kinds: str, button: str = "left") -> None:
         box = self.wait(
             f"(() => {{ const each = document.querySelector({json.dumps(selector)}); if (!each) return null;"
             "each.scrollIntoView({block: 'center'}); const {x, y, width, height} = each.getBoundingClientRect();"
             "return [x + width / 2, y + height / 2]; })()"
         )
         for kind in kinds:
-            event = {"type": kind, "x": box[0], "y": box[1], "button": "left", "clickCount": 1}
+            event = {"type": kind, "x": box[0], "y": box[1], "button": button, "clickCount": 1}
             self._call("Input.dispatchMouseEvent", event)
 
     def type(self, text: str) -> None:

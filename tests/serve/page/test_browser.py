@@ -352,7 +352,7 @@ def test_the_keys_work_and_what_the_pipeline_cannot_do_is_not_shown(lively: Serv
         page.wait("document.querySelector('dialog[open] .keys')")
         page.key("Escape", "Escape")
         page.wait("!document.querySelector('dialog')")
-        page.key("c", "KeyC", "c")
+        page.key("C", "KeyC", "C")  # as with Caps Lock
         page.wait("document.querySelector('dialog[open]')?.innerText.includes('from openai import OpenAI')")
         page.key("Escape", "Escape")
         page.wait("!document.querySelector('dialog')")

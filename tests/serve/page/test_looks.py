@@ -89,6 +89,14 @@ def test_a_page_that_may_not_write_to_the_clipboard_selects_the_text(page: Page,
     assert page.evaluate("getSelection().toString()").startswith("curl -N http://")
 
 
+def test_a_long_press_of_the_button_to_talk_selects_nothing_on_any_browser() -> None:
+    """Safari needs its own names: on an iPhone, a callout would take the finger away."""
+    css = read_files()["/page/page.css"][0].decode()
+    [rule] = re.findall(r"^\.mic {([^}]*)}", css, re.MULTILINE)
+    for line in ("user-select", "-webkit-user-select", "-webkit-touch-callout"):
+        assert f" {line}: none;" in rule
+
+
 def contrast(one: str, other: str) -> float:
     """Return the contrast of two colours, such as "#1b2023", as WCAG 2.1 defines it."""
     lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)

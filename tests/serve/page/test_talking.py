@@ -201,6 +201,27 @@ def test_the_button_is_held_while_its_label_moves_it(page: Page, width: int) -> 
     wait_sent(page, "response.create")
 
 
+@pytest.mark.parametrize("button", ["right", "middle"])
+def test_another_button_of_the_mouse_does_not_open_the_microphone(page: Page, button: str) -> None:
+    """A menu takes its release."""
+    page.press(".mic", button)
+    page.evaluate(SHOWN)
+    assert page.evaluate(f"[{BUTTON}, seen.streams.length]") == ["Hold to talk", 0]
+    speak(page)
+    wait_sent(page, "response.create")
+
+
+def test_a_button_whose_pointer_is_taken_away_is_released(page: Page) -> None:
+    page.press(".mic")
+    page.wait(f"{BUTTON}.match(/ [1-9]/)")
+    page.evaluate("document.querySelector('.mic').releasePointerCapture(1)")  # of the mouse
+    page.wait(f"{BUTTON} === 'Hold to talk'", timeout_s=10)
+    wait_sent(page, "response.create")
+    page.release(".mic")
+    page.evaluate(SHOWN)
+    assert sent(page).count("response.create") == 1
+
+
 END = "document.querySelector('#end')"
 
 
@@ -355,6 +376,11 @@ def test_space_in_hands_free_mode_keeps_the_session(page: Page) -> None:
     wait_sent(page, "input_audio_buffer.append")
     assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [1, 1, 1]
     assert not {"input_audio_buffer.clear", "input_audio_buffer.commit", "session.update"} & set(sent(page))
+
+
+def test_a_key_that_is_held_changes_to_hands_free_once(page: Page) -> None:
+    page.evaluate("for (const repeat of [false, true]) dispatchEvent(new KeyboardEvent('keydown', {key: 'H', repeat}))")
+    page.wait(f"{MODE}.then((mode) => mode === 'hands-free')", timeout_s=15)
 
 
 def test_hands_free_goes_on_with_the_session_of_push_to_talk(page: Page) -> None:

@@ -41,9 +41,9 @@ function useKeys({ model, can, hasRealtime, setDialog, toggleTheme }) {
       if (event.code === "Space" && talks && !event.target.closest?.("button:not(.mic), summary, a")) {
         event.preventDefault();
         if (!event.repeat) hold(model);
-      } else if (actions[event.key]) {
+      } else if (actions[event.key.toLowerCase()]) { // Caps Lock may be on
         event.preventDefault();
-        actions[event.key]();
+        if (!event.repeat) actions[event.key.toLowerCase()]();
       }
     };
     const up = (event) => event.code === "Space" && release();

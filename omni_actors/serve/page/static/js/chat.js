@@ -59,7 +59,8 @@ function Composer({ model, can, hasRealtime, isPlaying }) {
   const onKey = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
   };
-  const press = ({ currentTarget: button, pointerId }) => {
+  const press = ({ currentTarget: button, pointerId, button: which }) => {
+    if (which !== 0) return; // another one opens a menu, and the page never sees it go up
     button.setPointerCapture(pointerId); // the button moves when its label becomes longer
     hold(model);
   };
@@ -73,7 +74,7 @@ function Composer({ model, can, hasRealtime, isPlaying }) {
       onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey}></textarea>
     <div class="tools">
       ${talks ? html`<button type="button" class=${`mic ${isHeld ? "on" : ""}`} aria-pressed=${isHeld} disabled=${mode === "hands-free"}
-          onPointerDown=${press} onPointerUp=${release} onPointerCancel=${release}
+          onPointerDown=${press} onPointerUp=${release} onPointerCancel=${release} onlostpointercapture=${release}
           title="Hold to talk (hold space)">${!isHeld ? "Hold to talk"
             : hasMicrophone ? `Listening … ${sentS.toFixed(1)} s` : "Wait for the microphone …"}</button>
         <button type="button" id="hands-free" class=${listens ? "on" : ""} aria-pressed=${listens}
