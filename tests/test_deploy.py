@@ -1,4 +1,4 @@
-"""The files of deploy/: what can be checked of them without a Docker engine and without a running systemd."""
+"""The files of deploy/: what can be checked of them without a container engine and without a running systemd."""
 
 from __future__ import annotations
 
@@ -88,3 +88,26 @@ def test_what_the_image_copies_is_there_and_not_ignored() -> None:
     assert not [name for name in copied if not (ROOT / name).exists()]
     allowed = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     assert not [name for name in copied if f"!{name}" not in allowed]
+
+
+def test_a_changed_source_file_does_not_install_the_libraries_again() -> None:
+    """A layer of an image is built again when a line before it copied a changed file."""
+    steps = re.sub(r"\\\n", " ", DOCKERFILE).splitlines()
+    [libraries] = [step for step in steps if "-c requirements/constraints.txt" in step]
+    [sources] = [step for step in steps if step.startswith("COPY omni_actors ")]
+    assert steps.index(libraries) < steps.index(sources)
+
+
+def test_the_image_installs_the_libraries_of_its_extras() -> None:
+    [script] = re.findall(r"^RUN (python -c .*?) > /libraries.txt", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        ["/bin/sh", "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "EXTRAS": "voice,cluster", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = done.stdout.splitlines()
+    assert {"trio", "faster-whisper", "ray==2.60.0"} <= set(names)
+    assert "vllm" not in names
