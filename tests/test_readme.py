@@ -1,8 +1,8 @@
 """The commands of the README work.
 
 They run in the order of the page, in one empty directory, against a server that other tests use too. The `make`
-commands set up a machine; CI runs them, and a test here checks that it does. test_voice.py runs the program and the
-example.
+commands set up a machine; CI runs them, and a test here checks that it does. test_voice.py runs the first program
+and the example.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import soundfile
 
-from tests.support.readme import ASKED, COMMANDS, PAGE, ROOT
+from tests.support.readme import ASKED, COMMANDS, LISTENING, PAGE, ROOT
 
 PORT = 8091
 
@@ -77,3 +78,10 @@ def test_the_commands_print_what_the_page_promises(tmp_path: Path, voice_url: st
     assert "Paris" in chat
     assert speech == ""
     assert "good morning" in transcription.lower()
+
+
+@pytest.mark.slow
+def test_the_program_that_hears_a_recording_answers(tmp_path: Path) -> None:
+    samples, rate = soundfile.read(ROOT / "examples" / "media" / "capital.ogg", dtype="float32")
+    soundfile.write(tmp_path / "answer.wav", samples, rate)
+    assert "Paris" in run([sys.executable, "-c", LISTENING], tmp_path)

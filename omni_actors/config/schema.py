@@ -239,8 +239,8 @@ class Sections(Section, frozen=True, kw_only=True):
     """Seconds from opening the system until every replica must be ready for the first time (``StartTimedOut``). Null
     means no bound but those of the stages."""
     cpu_sharing: bool | None = None
-    """Whether native threads wait for work by the pipeline's rule ("Cores" in ``docs/architecture.md``), and not as
-    their libraries do by default. Null means: if a stage computes on the CPU."""
+    """Whether the pipeline decides how native threads wait for work ("Cores" in ``docs/architecture.md``). Without it
+    their libraries decide. Null means: on, if a stage computes on the CPU."""
     pin_rings: bool = True
     """Whether workers on CUDA devices page-lock their rings, so that copies between device and ring are DMA. Where that
     fails, they log it and go on without."""

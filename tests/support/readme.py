@@ -14,6 +14,6 @@ COMMANDS = [
     if language == "sh"
     for line in block.replace("\\\n", " ").splitlines()
 ]
-[PROGRAM] = [block for language, block in BLOCKS if language == "python"]
+PROGRAM, LISTENING = (block for language, block in BLOCKS if language == "python")
 ASKED = next(command for command in COMMANDS if command.startswith("omni-actors"))
 """What `make demo` runs after setting up."""
