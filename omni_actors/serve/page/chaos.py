@@ -42,7 +42,7 @@ SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGC
 
 
 def routes() -> list[Route]:
-    """Return the routes of the faults. POST injects one; GET tells which workers are frozen. Arguments are in the query."""
+    """Return the routes of the faults: POST injects one, GET names the frozen workers. The query has the arguments."""
     frozen = dict[tuple[str, str], int]()  # the pid, by pipeline and "stage.replica"; another worker has another pid
     starved = set[int]()
 
