@@ -90,8 +90,7 @@ class ReplayExecution:
             on_failure=request.on_failure,
             recoverable=self._recoverable,
             failed=self.failed_stages.keys(),
-            charged=bool(request.deaths.to_charge),
-            replays=request.deaths.charged_replays,
+            charges=request.deaths.charges(),
             limit=self._limits.replays,
         )
         if isinstance(verdict, Replay):

@@ -37,7 +37,7 @@ Otherwise, if any stage starts again, the first row that applies decides:
 
     the request was submitted with on_failure="fail"                                       Fail
     one of these stages has no replica left                                                Unavailable
-    a death is charged to the request, which has used up its ``limit`` replays of a stage  Fail, with that reason
+    a death of one of these is charged to the request, which used up its ``limit`` there   Fail, with that reason
     one of these stages is not recoverable, and its earlier output is in use               Fail, with that reason
     a living stage that feeds one of them cannot send again or compute again               Fail, with that reason
     the client feeds one of them, and live input was evicted                               Fail, with that reason
@@ -46,7 +46,7 @@ Otherwise, if any stage starts again, the first row that applies decides:
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -94,8 +94,7 @@ def decide_replay(
     on_failure: str,
     recoverable: Set[str],
     failed: Set[str],
-    charged: bool,
-    replays: int,
+    charges: Mapping[str, int],
     limit: int,
 ) -> Verdict:
     """Return what happens to a request, by the rule of the module.
@@ -104,8 +103,8 @@ def decide_replay(
     on_failure: "replay" or "fail".
     recoverable: the stages that are deterministic or resumable (``stages.registry.EngineSpec``).
     failed: the stages without a replica left.
-    charged: whether a death since the latest replay is charged to the request (see ``suspects``).
-    replays: how many replays were charged to it before, for that stage of these deaths with the most.
+    charges: the stages of which a death is charged to the request since they last started (see ``suspects``), with the
+        number of replays of each that were charged to it before.
     limit: ``limits.replays``.
     """
     survey = _survey(state)
@@ -122,7 +121,7 @@ def decide_replay(
     for name in restarts:
         if name in failed:
             return Unavailable(name)
-    if charged and replays >= limit:
+    if (replays := max((charges[name] for name in restarts if name in charges), default=-1)) >= limit:
         return Fail(f"it was replayed {replays} times already (limits.replays)", used_up=True)
     for name in restarts:
         if name in survey.in_use and name not in recoverable:

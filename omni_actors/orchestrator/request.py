@@ -73,10 +73,9 @@ class Deaths:
         self.losses.append(Loss(crash, time.monotonic(), at, stats))
         self.latest = crash
 
-    @property
-    def charged_replays(self) -> int:
-        """The charged replays of that stage, of those in ``to_charge``, which has the most."""
-        return max((self.charged[stage] for stage in self.to_charge), default=0)
+    def charges(self) -> dict[str, int]:
+        """Return the charged replays of each stage in ``to_charge``."""
+        return {stage: self.charged[stage] for stage in self.to_charge}
 
     def cause(self, stages: Collection[str]) -> Loss:
         """Return the death because of which ``stages`` start again.
@@ -92,8 +91,8 @@ class Deaths:
         for loss in self.losses:
             if loss.restarted is None and loss.crash.stage in stages:
                 loss.restarted = time.monotonic()
-        self.charged.update(self.to_charge)
-        self.to_charge.clear()
+        self.charged.update(self.to_charge.intersection(stages))
+        self.to_charge.difference_update(stages)
 
     def started(self, stage: str) -> None:
         """Record that the next incarnation of a stage has started."""
@@ -112,7 +111,8 @@ class Deaths:
             if loss.resumed is None and loss.crash.stage == stage:
                 loss.resumed = now
         if not self.suspected and any(loss.crash.stage in (stage, *upstream) for loss in restarted):
-            self.charged.clear()
+            for each in (stage, *upstream):
+                self.charged.pop(each, None)
 
     def error(self, reason: str | None, *, retryable: bool = True) -> StageCrashed:
         """Return the error of a request that ends because of its latest death. reason: why it is not replayed."""

@@ -5,7 +5,8 @@ Rules
 2. A culprit that ends because of its deaths is quarantined, after two deaths or more. The requests of its unit end too.
 3. A culprit that ends in another way is remembered: a new request with its fingerprint is treated as a culprit.
 4. A signal that another process sent makes no suspects, and neither does the loss of a node or of a link between
-   nodes. That death is charged to all requests that the worker held, but for those that it had not started again yet.
+   nodes. That death is charged to all requests that the worker held, unless it may have the cause of the death before:
+   three workers of a stage may die with one host, and a request be moved from one to the next meanwhile.
    Without replays and without a quarantine there are no suspects either.
 5. When suspects are cleared or end, however many in one turn of the event loop, all waiting requests are looked at
    once, in the next turn. So the end of a unit of many requests takes time in proportion to their number.
@@ -117,8 +118,7 @@ class Suspects:
         unfinished = [each for each in running if each.replay_state.is_held_by(address) and stage not in each.stats]
         if not died_by_itself(exit) or not (self._limits.replays or self._limits.quarantine_s):
             for request in unfinished:
-                had_it = request.replay_state.stages[stage].phase is not Phase.RESTARTING
-                if had_it or died_by_itself(exit):  # else it may be a part of what ended the worker before
+                if died_by_itself(exit) or not self._died_with_another(address, request):
                     request.deaths.to_charge.add(stage)
             return True
         failed = next((each for each in unfinished if each.number == failed_request), None)
@@ -127,6 +127,15 @@ class Suspects:
             if request not in self._trials.group_of and stage in request.replay_state.waiting:
                 self._trials.join(request)
         return counts
+
+    def _died_with_another(self, address: Address, request: Request) -> bool:
+        """Return whether a worker's death may have the cause of the request's death before.
+
+        The worker had not started the request again, and was ready when that death was noticed.
+        """
+        if request.replay_state.stages[address.stage].phase is not Phase.RESTARTING:
+            return False
+        return self._placement.replicas[address].incarnation.ready_at <= request.deaths.losses[-1].noticed
 
     def convict(self, request: Request) -> bool:
         """Quarantine a request that ends because of its deaths, and end the others of its unit.

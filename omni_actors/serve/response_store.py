@@ -2,8 +2,8 @@
 
 Rules
 1. The newest responses stay: at most ``MAX_RESPONSES`` with ``MAX_BYTES`` together. A restart forgets all. Beyond
-   that, the oldest response leaves of the address that takes the largest share of either limit. So no client can make
-   the server forget what others have stored.
+   that, the oldest response leaves of the address that takes the largest share of either limit. So a client first loses
+   its own responses. Clients behind one proxy have one address.
 2. A response is kept with its whole conversation, files included. Conversations share their messages in memory; each
    is counted in full, so the real memory is below the bound.
 3. A running response is known by its id while its stream runs, so that it can be looked at and cancelled.

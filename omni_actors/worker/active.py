@@ -50,6 +50,7 @@ class ActiveRequest:
         """The entries of ``_journals`` that no output has carried yet."""
         self.needed_from = dict(zip(start.targets, start.needed_from, strict=bool(start.needed_from)))
         """The first output that a target needs; missing: 0."""
+        self.computed_from = start.computed_from
         self.gathered: list[Chunk] = []
         """Input that the engine gets when it is complete, where input is gathered (``worker.gathering``)."""
         self.gathered_bytes = 0

@@ -208,10 +208,7 @@ class EngineLoop:
         if start.replayed:
             self._control.add(messages.Started(start.request))
         if start.retain_bytes:
-            why = "its first outputs were not computed again after a death" if start.computed_from else None
-            self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes, evicted=why)
-            if why is not None:
-                self._control.add(messages.Unreplayable(start.request, why, needed=False))
+            self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes)
         self.handling = start.request
         try:
             with self._checkpoints.last(start) as checkpoint:
@@ -341,7 +338,8 @@ class EngineLoop:
         active.seq += 1
         if active.first_output is None and header.seq >= active.first_needed:
             active.first_output = made
-        for request, why in self._retention.add(output.request_id, encoded):
+        computed = header.seq >= active.computed_from or bool(output.data or output.tensors or output.downstream)
+        for request, why in self._retention.add(output.request_id, encoded, computed=computed):
             self._control.add(messages.Unreplayable(request, why, needed=False))
         for target in active.targets:
             needed_from = active.needed_from.get(target, 0)

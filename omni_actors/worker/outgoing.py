@@ -171,14 +171,10 @@ class Retention:
     def requests(self) -> Set[int]:
         return self._by_request.keys()
 
-    def begin(self, request: int, limit_bytes: int, worker_limit_bytes: int, *, evicted: str | None = None) -> None:
-        """Retain the outputs of a request from its first one on, and forget what was retained of it before.
-
-        evicted: why none of them is retained; None: they are.
-        """
+    def begin(self, request: int, limit_bytes: int, worker_limit_bytes: int) -> None:
+        """Retain the outputs of a request from its first one on, and forget what was retained of it before."""
         self.forget(request)
-        retained = self._by_request[request] = Retained(limit_bytes)
-        retained.evicted, self._limit_bytes = evicted, worker_limit_bytes
+        self._by_request[request], self._limit_bytes = Retained(limit_bytes), worker_limit_bytes
 
     def retains(self, request: int) -> bool:
         """Return whether the next output of this request is retained."""
@@ -190,10 +186,15 @@ class Retention:
         if retained := self._by_request.pop(request, None):
             self._bytes -= retained.bytes
 
-    def add(self, request: int, output: Output) -> list[tuple[int, str]]:
-        """Retain one more output. Returns the requests that were evicted for it, and why."""
+    def add(self, request: int, output: Output, *, computed: bool = True) -> list[tuple[int, str]]:
+        """Retain one more output. Returns the requests that were evicted for it, and why.
+
+        computed: False for an empty one in place of an output that no consumer needs: then none is retained.
+        """
         if not self.retains(request):
             return []
+        if not computed:
+            return [(request, self._evict(request, "its first outputs were not computed again after a death"))]
         retained = self._by_request[request]
         retained.chunks.append(output)
         retained.bytes += output.size + OVERHEAD_BYTES

@@ -121,3 +121,24 @@ async def test_the_death_of_a_standby_restarts_no_worker_that_serves(
             serving(omni, spawner, "first")[0].kill()
             await trio.sleep(60)
             assert all(new > old for old, new in zip(after[2:], generations(omni)[2:], strict=True))
+
+
+async def test_a_request_whose_workers_are_killed_one_after_the_other_uses_up_its_replays(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Each is killed as soon as it is ready, before it has started the request again."""
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(load_s=1.0, turn_s=0.01), lambda note: None)
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(pipeline(), spawner=spawner) as omni:
+            generation = omni.submit({"script": [Input({"n": i}) for i in range(10 * PIECES)]}, ["audio"])
+            await anext(aiter(generation))
+            for _ in range(3):
+                while (
+                    not (alive := serving(omni, spawner, "third")) or omni.health().stages["third"][0].state != "ready"
+                ):
+                    await omni.wait_changed()
+                alive[0].kill()
+                await omni.wait_changed()
+            with pytest.raises(StageCrashed, match="it was replayed 2 times already"):
+                async for _ in generation:
+                    pass

@@ -81,8 +81,7 @@ def decide(state: ReplayState, **terms: Any) -> Verdict:
         "on_failure": "replay",
         "recoverable": set(state.stages),
         "failed": set(),
-        "charged": True,
-        "replays": 0,
+        "charges": dict.fromkeys(state.stages, 0),
         "limit": 2,
     }
     return decide_replay(state, **(replayable | terms))
@@ -191,7 +190,7 @@ def test_an_obstacle_to_replays_ends_only_requests_that_need_one(all_states: lis
         for stage in obstructed.stages.values():
             stage.evicted = "too large" if stage.held else None
             stage.output = ClientOutput.SOME if stage.output is ClientOutput.NONE else stage.output
-        obstacles = {"recoverable": set(), "failed": set(state.stages), "replays": 2}
+        obstacles = {"recoverable": set(), "failed": set(state.stages), "charges": dict.fromkeys(state.stages, 2)}
         for on_failure in ("replay", "fail"):
             verdict = decide(obstructed, on_failure=on_failure, **obstacles)
             assert (verdict == Untouched()) == (decide(state) == Untouched())
@@ -205,12 +204,17 @@ LOST_B = {"b": Phase.LOST}
     ("evicted", "terms", "verdict"),
     [
         ("", {}, Replay(("b",))),
-        ("", {"on_failure": "fail", "failed": {"b"}, "replays": 2}, Fail(None)),
-        ("", {"failed": {"b"}, "replays": 2}, Unavailable("b")),
+        ("", {"on_failure": "fail", "failed": {"b"}, "charges": {"b": 2}}, Fail(None)),
+        ("", {"failed": {"b"}, "charges": {"b": 2}}, Unavailable("b")),
         ("", {"failed": {"c"}}, Replay(("b",))),
-        ("", {"replays": 1}, Replay(("b",))),
-        ("", {"replays": 2, "charged": False}, Replay(("b",))),
-        ("", {"replays": 2, "recoverable": set()}, Fail("it was replayed 2 times already (limits.replays)")),
+        ("", {"charges": {"b": 1}}, Replay(("b",))),
+        ("", {"charges": {"a": 2}}, Replay(("b",))),
+        ("", {"charges": {}}, Replay(("b",))),
+        (
+            "",
+            {"charges": {"a": 0, "b": 2}, "recoverable": set()},
+            Fail("it was replayed 2 times already (limits.replays)"),
+        ),
         ("a", {"recoverable": {"b"}}, Fail("stage 'a': too large")),
         ("a", {}, Replay(("a", "b"))),
         ("a", {"failed": {"a"}}, Unavailable("a")),

@@ -58,12 +58,12 @@ class Stage:
         self.deaths += 1
         counts = self.trials.worker_died(WORKER, unfinished, failed, self.now)
         for each in unfinished:
-            if each.deaths.to_charge and each.deaths.charged_replays >= self.limit:
+            if max(each.deaths.charges().values(), default=-1) >= self.limit:
                 self.ended += [each, *self.trials.requests_of_unit(each)]
                 for other in self.trials.requests_of_unit(each):
                     self.trials.drop(other)
                 self.trials.drop(each)
-            each.deaths.restarted([])
+            each.deaths.restarted([STAGE])
         return counts
 
     def run(self) -> None:

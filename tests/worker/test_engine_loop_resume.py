@@ -157,11 +157,24 @@ def test_outputs_that_no_consumer_needs_are_neither_computed_nor_retained(harnes
         1, sources=("above",), targets=(BELOW,), replayed=True, retain_bytes=PLENTY, needed_from=(2,), computed_from=2
     )
     assert harness.next_message() == Started(1)
-    why = "its first outputs were not computed again after a death"
-    assert harness.next_message() == Unreplayable(1, why, needed=False)
     for seq in range(3):
         send_decided(into, seq)
+    why = "its first outputs were not computed again after a death"
+    assert harness.next_message() == Unreplayable(1, why, needed=False)
     found = receive(out)
     assert (found.seq, found.data["trail"]) == (2, [[2, 20], [2, 72]])
     harness.post(Resend(1, BELOW))
     assert harness.next_message() == Unreplayable(1, why, needed=True)
+
+
+def test_outputs_that_are_computed_though_no_consumer_needs_them_are_retained(harness: LoopHarness) -> None:
+    """So a later death of the consumer has them sent again, and not computed again."""
+    into, out = harness.input(source="above"), harness.output(target=BELOW)
+    harness.post(JournalPart(1, Decided("stage", 0, ((70,), (71,)))))
+    harness.start(1, sources=("above",), targets=(BELOW,), replayed=True, retain_bytes=PLENTY, needed_from=(2,))
+    assert harness.next_message() == Started(1)
+    for seq in range(3):
+        send_decided(into, seq)
+    assert receive(out).seq == 2
+    harness.post(Resend(1, BELOW))
+    assert [receive(out).seq for _ in range(3)] == [0, 1, 2]

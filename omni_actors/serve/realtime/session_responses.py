@@ -108,9 +108,9 @@ class SessionResponses:
         return self.current is not None or self.unplayed_s() > 0
 
     def is_heard(self, since_s: float) -> bool:
-        """Return whether an answer is played, as far as the server knows, and has been for more than ``since_s``."""
-        pacers, now = [each.pacer for each in self._playing], trio.current_time()
-        return any(each.unplayed_s(now) > 0 and each.played_s(now) > since_s for each in pacers)
+        """Return whether an answer is computed or played, and has been played for more than ``since_s``."""
+        now = trio.current_time()
+        return any(each.pacer.played_s(now) > since_s for each in self._still_playing())
 
     def unplayed_s(self) -> float:
         """Return how long answers of the conversation will be played, as far as the server knows."""

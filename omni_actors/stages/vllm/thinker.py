@@ -26,7 +26,7 @@ from torch import Tensor
 
 from omni_actors.stages.autoregressive import tokenizing
 from omni_actors.stages.autoregressive.text import AnswerText, Vocabulary
-from omni_actors.stages.base import Decisions, StageContext, StageOutput, StageRequest
+from omni_actors.stages.base import MOST_UNDECLARED, Decisions, StageContext, StageOutput, StageRequest
 from omni_actors.stages.multimodal.processor import OmniInputs
 from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.handoff import TalkerHandoff
@@ -57,6 +57,11 @@ class ThinkerRequest(OmniRequest, VLLMRequest[OmniPrompt]):
     def decide(self, tokens: Iterable[int]) -> None:
         """Note tokens that vLLM has chosen."""
         self._undeclared += tokens
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the tokens are to be declared now, also without a text."""
+        return len(self._undeclared) >= MOST_UNDECLARED
 
     def decisions(self) -> Decisions:
         """Return the tokens that no output has declared yet."""
@@ -185,7 +190,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         request.decide(answer.token_ids)
         reason = answer.finish_reason if output.finished else None
         made = self._answer(request, answer.token_ids, logprobs_of(output, answer), reason)
-        if made.data or made.downstream:
+        if made.data or made.downstream or request.is_due:
             yield msgspec.structs.replace(made, decisions=request.decisions())
 
     def _answer(
