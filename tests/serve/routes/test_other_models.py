@@ -98,7 +98,7 @@ def test_a_spoken_turn_where_the_model_only_transcribes_gets_no_response(server:
         for _ in range(2):
             talk.hear(silence(1) + pcm(say(SENTENCES[0])) + silence(1))
             types = [event["type"] for event in talk.until("conversation.item.input_audio_transcription.completed")]
-            assert "response.created" not in types
+            assert not {"response.created", "error"} & set(types)
 
 
 @pytest.mark.parametrize(("model", "routes"), [("painter", f"{CHAT}, {PICTURES}"), ("speaker", SPEECH)])
