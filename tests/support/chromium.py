@@ -19,6 +19,8 @@ from typing import Any
 EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WATCHDOG_S = 60.0
 EXIT_S = 10.0
+CTRL = 2
+"""The Ctrl key, for ``Page.press``."""
 SHOWN = """(async () => {
   const frame = () => new Promise(requestAnimationFrame);
   const { talk } = await import('/page/js/conversation.js');
@@ -146,22 +148,23 @@ class Page:
         """Click the middle of an element with the mouse."""
         self._mouse(selector, "mousePressed", "mouseReleased")
 
-    def press(self, selector: str, button: str = "left") -> None:
-        """Press a mouse button over an element, without releasing it."""
-        self._mouse(selector, "mousePressed", button=button)
+    def press(self, selector: str, button: str = "left", modifiers: int = 0) -> None:
+        """Press a mouse button over an element, without releasing it. modifiers: keys that are held, such as CTRL."""
+        self._mouse(selector, "mousePressed", button=button, modifiers=modifiers)
 
     def release(self, selector: str) -> None:
         """Release the mouse button over an element."""
         self._mouse(selector, "mouseReleased")
 
-    def _mouse(self, selector: str, *kinds: str, button: str = "left") -> None:
+    def _mouse(self, selector: str, *kinds: str, button: str = "left", modifiers: int = 0) -> None:
         box = self.wait(
             f"(() => {{ const each = document.querySelector({json.dumps(selector)}); if (!each) return null;"
             "each.scrollIntoView({block: 'center'}); const {x, y, width, height} = each.getBoundingClientRect();"
             "return [x + width / 2, y + height / 2]; })()"
         )
         for kind in kinds:
-            event = {"type": kind, "x": box[0], "y": box[1], "button": button, "clickCount": 1}
+            at = {"x": box[0], "y": box[1]}
+            event = {"type": kind, **at, "button": button, "modifiers": modifiers, "clickCount": 1}
             self._call("Input.dispatchMouseEvent", event)
 
     def type(self, text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chromium import EXECUTABLE, SHOWN, Page, open_page
+from tests.support.chromium import CTRL, EXECUTABLE, SHOWN, Page, open_page
 from tests.support.http_server import Server, Start
 from tests.support.served_engines import WORDLESS
 
@@ -201,10 +201,10 @@ def test_the_button_is_held_while_its_label_moves_it(page: Page, width: int) -> 
     wait_sent(page, "response.create")
 
 
-@pytest.mark.parametrize("button", ["right", "middle"])
-def test_another_button_of_the_mouse_does_not_open_the_microphone(page: Page, button: str) -> None:
-    """A menu takes its release."""
-    page.press(".mic", button)
+@pytest.mark.parametrize(("button", "modifiers"), [("right", 0), ("middle", 0), ("left", CTRL)])
+def test_a_click_for_a_menu_does_not_open_the_microphone(page: Page, button: str, modifiers: int) -> None:
+    """The menu takes its release."""
+    page.press(".mic", button, modifiers)
     page.evaluate(SHOWN)
     assert page.evaluate(f"[{BUTTON}, seen.streams.length]") == ["Hold to talk", 0]
     speak(page)

@@ -59,8 +59,9 @@ function Composer({ model, can, hasRealtime, isPlaying }) {
   const onKey = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
   };
-  const press = ({ currentTarget: button, pointerId, button: which }) => {
-    if (which !== 0) return; // another one opens a menu, and the page never sees it go up
+  const press = ({ currentTarget: button, pointerId, button: which, ctrlKey }) => {
+    // Another button, or Ctrl and a click on a Mac, opens a menu, and the page never sees the button go up.
+    if (which !== 0 || ctrlKey) return;
     button.setPointerCapture(pointerId); // the button moves when its label becomes longer
     hold(model);
   };
