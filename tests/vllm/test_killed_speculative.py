@@ -38,13 +38,14 @@ def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPath
         emits="text",
         options={"engine_args": {**ARGS, "logits_processors": [], "speculative_config": drafts}},
         restart=Restart(intensity=1000, backoff_s=0.01, backoff_max_s=0.01),
-        step_timeout_s=20.0,
+        step_timeout_s=60.0,  # the first draft has numba compile
     )
     pipeline = Pipeline(name="text", stages={"llm": stage})
     with open_shared_system(lambda: OmniSystem.open(pipeline), fixture_processes) as shared:
         yield shared
 
 
+@pytest.mark.timeout(300)  # three workers load, and numba compiles in each
 def test_a_greedy_answer_goes_on_after_each_of_two_deaths(shared_system: SharedSystem) -> None:
     async def work(omni: OmniSystem) -> None:
         with trio.fail_after(WATCHDOG_S):
