@@ -249,7 +249,7 @@ class Dispatcher:
                 worker_retain_bytes=self._limits.worker_retain_bytes,
                 checkpoint_bytes=self._limits.retain_bytes if self._keeps_checkpoints(request, stage) else 0,
                 needed_from=needed_from,
-                # Of several consumers, one that dies later could not have the outputs computed again for it alone.
+                # Outputs that were left out are computed again only for a stage's one consumer (``replay_rule``).
                 computed_from=needed_from[0] if needed_from and len(request.route.targets[stage]) == 1 else 0,
             ),
             wakes=is_replayed or stage in request.route.entries,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import trio
 
 from omni_actors.errors import StageCrashed
@@ -30,20 +32,13 @@ class ReplayLog:
         """
         key = (crash.stage, crash.replica, crash.generation)
         earlier = self._events.get(key)
+        successors = {*(earlier.successors if earlier else ())} | ({successor} if successor is not None else set())
         self._events[key] = RequestsReplayed(
-            stage=crash.stage,
-            replica=crash.replica,
-            generation=crash.generation,
-            pid=crash.pid,
-            node=crash.exit.node,
-            signal=crash.signal,
-            exit_code=crash.exit_code,
+            **_worker(crash),
             requests=1 + (earlier.requests if earlier else 0),
             resumed=is_resumed + (earlier.resumed if earlier else 0),
             lost_s=max(round(lost_s, 3), earlier.lost_s if earlier else 0.0),
-            successors=tuple(
-                sorted({*(earlier.successors if earlier else ()), *([] if successor is None else [successor])})
-            ),
+            successors=tuple(sorted(successors)),
         )
         self._added.unpark_all()
 
@@ -52,13 +47,7 @@ class ReplayLog:
         key = (crash.stage, crash.replica, crash.generation, crash.not_replayed, crash.retryable)
         earlier = self._losses.get(key)
         self._losses[key] = RequestsLost(
-            stage=crash.stage,
-            replica=crash.replica,
-            generation=crash.generation,
-            pid=crash.pid,
-            node=crash.exit.node,
-            signal=crash.signal,
-            exit_code=crash.exit_code,
+            **_worker(crash),
             requests=1 + (earlier.requests if earlier else 0),
             reason=crash.not_replayed,
             retryable=crash.retryable,
@@ -81,3 +70,16 @@ class ReplayLog:
             record(event)
         self._events.clear()
         self._losses.clear()
+
+
+def _worker(crash: StageCrashed) -> dict[str, Any]:
+    """Return the fields of a ``WorkerEnd`` that name the dead worker."""
+    return {
+        "stage": crash.stage,
+        "replica": crash.replica,
+        "generation": crash.generation,
+        "pid": crash.pid,
+        "node": crash.exit.node,
+        "signal": crash.signal,
+        "exit_code": crash.exit_code,
+    }

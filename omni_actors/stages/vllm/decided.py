@@ -56,7 +56,7 @@ def at_once(journal: Sequence[Entry], request: StageRequest, sampling: SamplingP
 
     None of an answer with a budget for thinking: how vLLM counts after a preemption is not tested here. With log
     probabilities of the answer, only outputs that are not needed any more: a prefill has none. With log probabilities
-    of the prompt, only those before the first output that has them and is needed: the first one of an answer.
+    of the prompt, only the outputs before the first needed one that has these: that is the first output of an answer.
     """
     if sampling.thinking_token_budget is not None:
         return 0
