@@ -8,7 +8,7 @@ import pytest
 
 from bench.turns import SENTENCES, say
 from tests.serve.realtime.test_turns import answer
-from tests.support.http_server import Server
+from tests.support.http_server import Server, Start
 from tests.support.realtime import PCM_S, Session, pcm, session, silence
 
 pytestmark = pytest.mark.voice
@@ -48,6 +48,23 @@ def test_short_speech_before_an_answer_is_heard_is_a_turn(slow: Server) -> None:
         done = talk.until("response.done")[-1]["response"]
         assert done["status_details"]["reason"] == "turn_detected"
         assert talk.until("input_audio_buffer.committed")
+
+
+@pytest.mark.slow
+def test_an_answer_goes_on_through_a_backchannel_in_a_pause_of_its_sound(start: Start) -> None:
+    """A word is played for 0.1 s, and the next one comes a second later."""
+    with start("-s", "stages.mouth.options.step_s=1.0") as server, session(server) as talk:
+        ignore_backchannels(talk)
+        talk.ask("hello " * 40)
+        talk.send("response.create")
+        for _ in range(12):  # more is played than the time until speech is found
+            talk.until("response.output_audio.delta")
+        talk.hear(silence(0.5) + pcm(say("Yeah.")) + silence(1))
+        talk.send("conversation.item.retrieve", event_id="last", item_id="x")
+        types = [event["type"] for event in talk.until("error")]
+        assert "response.done" not in types, types
+        assert "input_audio_buffer.committed" not in types
+        talk.send("response.cancel")
 
 
 def test_short_speech_that_began_before_the_first_sound_is_a_turn(talk: Session) -> None:
