@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,4 +58,5 @@ class StoppingWhisper(WhisperEngine):
                 self._plan.write_text("")
             yield output
             if stops:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # Sent to the process, the signal may go to another thread, and this one would send more meanwhile.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
