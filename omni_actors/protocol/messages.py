@@ -150,8 +150,8 @@ class Start(_Control, frozen=True, kw_only=True):
     needed_from: tuple[int, ...] = ()
     """For each target, the number of the first chunk that it lacks; empty: 0 for all. Its journal comes before."""
     computed_from: int = 0
-    """The number of the first output that the engine has to compute. If it leaves one out, no output is retained: the
-    stage computes all of them again for a consumer that lacks them later."""
+    """The number of the first output that the engine has to compute. If an earlier one is partial, or still to come at
+    a ``Resend``, none is retained: the stage computes all of them again for a consumer that lacks them later."""
 
 
 class JournalPart(_Control, frozen=True):

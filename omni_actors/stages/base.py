@@ -122,8 +122,8 @@ class StageRequest(msgspec.Struct, frozen=True):
     outputs out again: as many, each with the same decisions, data, and tensors of the same shapes. Floating-point
     values may differ. The output behind them is the first one that it decides itself."""
     needed_from: int = 0
-    """The number of the first output that is needed, at most ``len(journal)``. Earlier outputs are dropped, so a
-    resumable engine need not compute them: it may put out empty ones."""
+    """The number of the first output that is needed, at most ``len(journal)``. A resumable engine need not compute the
+    content of earlier ones: it may put them out without it, each marked as ``StageOutput.partial``."""
     replayed: bool = False
     """Whether an earlier incarnation had started the request. A bound that it met there should not refuse it now."""
     checkpoint: StageCheckpoint | None = None
@@ -168,6 +168,9 @@ class StageOutput(msgspec.Struct, frozen=True):
     downstream: Mapping[str, TensorLike] = {}
     """More tensors, such as hidden states, for downstream stages only. They arrive in ``Chunk.tensors`` together with
     ``tensors``, so no name may be in both."""
+    partial: bool = False
+    """Whether some of its content was not computed, because no consumer needs it (``StageRequest.needed_from``). It is
+    not sent to a consumer that starts again later."""
 
     def __post_init__(self) -> None:
         if len(self.decisions) > MOST_DECISIONS:

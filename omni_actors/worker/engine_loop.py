@@ -243,13 +243,16 @@ class EngineLoop:
             self._control.add(answer)
 
     def _resend(self, request: int, target: messages.Address) -> None:
+        active = self._active.get(request)
+        if active and active.seq < active.computed_from:  # the engine need not compute what the target lacks
+            self._retention.end(request)
         retained = self._retention.chunks(request)
         if isinstance(retained, str):
             self._control.add(messages.Unreplayable(request, retained, needed=True))
             return
         for output in retained:
             self._outgoing[target].send(request, output)
-        if active := self._active.get(request):
+        if active:
             active.add_target(target)
 
     # chunks in
@@ -338,8 +341,9 @@ class EngineLoop:
         active.seq += 1
         if active.first_output is None and header.seq >= active.first_needed:
             active.first_output = made
-        computed = header.seq >= active.computed_from or bool(output.data or output.tensors or output.downstream)
-        for request, why in self._retention.add(output.request_id, encoded, computed=computed):
+        retention = self._retention
+        evicted = retention.end(active.request) if output.partial else retention.add(active.request, encoded)
+        for request, why in evicted:
             self._control.add(messages.Unreplayable(request, why, needed=False))
         for target in active.targets:
             needed_from = active.needed_from.get(target, 0)

@@ -186,15 +186,16 @@ class Retention:
         if retained := self._by_request.pop(request, None):
             self._bytes -= retained.bytes
 
-    def add(self, request: int, output: Output, *, computed: bool = True) -> list[tuple[int, str]]:
-        """Retain one more output. Returns the requests that were evicted for it, and why.
-
-        computed: False for an empty one in place of an output that no consumer needs: then none is retained.
-        """
+    def end(self, request: int) -> list[tuple[int, str]]:
+        """Retain nothing more of a request whose first outputs are partial. Returns it, and why, if it was retained."""
         if not self.retains(request):
             return []
-        if not computed:
-            return [(request, self._evict(request, "its first outputs were not computed again after a death"))]
+        return [(request, self._evict(request, "its first outputs were not computed again after a death"))]
+
+    def add(self, request: int, output: Output) -> list[tuple[int, str]]:
+        """Retain one more output. Returns the requests that were evicted for it, and why."""
+        if not self.retains(request):
+            return []
         retained = self._by_request[request]
         retained.chunks.append(output)
         retained.bytes += output.size + OVERHEAD_BYTES

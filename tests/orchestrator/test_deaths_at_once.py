@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,8 @@ from tests.support.echo_systems import OFTEN
 
 STAGES = ("first", "second", "third")
 PIECES = 30
+DECIDING: dict[str, Any] = {"engine": "omni_actors.stress.simulation.deciding:DecidingEngine", "resumable": True}
+"""Fields of a stage whose engine decides."""
 WATCHDOG_S = 1000.0
 """Virtual."""
 
@@ -28,26 +30,30 @@ def pipeline(**each: Any) -> Pipeline:
     """Three stages with the default limits. each: fields of every stage, in place of those below."""
     stages = {
         name: Stage(
-            engine="echo",
             **({"inputs": (before,)} if before else {"accepts": ("script",)}),
             emits="audio" if name == STAGES[-1] else None,
-            **{"restart": OFTEN, **each},
+            **{"engine": "echo", "restart": OFTEN, **each},
         )
         for before, name in zip(("", *STAGES), STAGES, strict=False)
     }
     return Pipeline(name="deaths", stages=stages)
 
 
-async def check_answers(each: dict[str, Any], deaths: Sequence[str], delay_s: float) -> list[BaseException | None]:
+async def check_answers(
+    each: dict[str, Any], deaths: Sequence[str], delay_s: float, turns_s: Mapping[str, float] | None = None
+) -> list[BaseException | None]:
     """Kill all workers that serve these stages when an answer has begun. Returns how each request ended.
 
-    delay_s: between two deaths.
+    No other worker may die. delay_s: between two deaths. turns_s: of stages whose turns take longer.
     """
-    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(load_s=1.0, turn_s=0.01), lambda note: None)
+    turns = defaultdict(lambda: 0.01, turns_s or {})
+    spawner = SimulatedSpawner(
+        lambda address, pid: WorkerBehavior(load_s=1.0, turn_s=turns[address.stage]), lambda note: None
+    )
     ends: list[BaseException | None] = []
 
     async def ask(has_begun: trio.Event) -> None:
-        inputs = {"script": [Input({"n": i}) for i in range(PIECES)]}
+        inputs = {"script": [Input({"n": i, "text": "."}) for i in range(PIECES)]}
         outputs = []
         try:
             async for output in omni.submit(inputs, ["audio"]):
@@ -60,16 +66,18 @@ async def check_answers(each: dict[str, Any], deaths: Sequence[str], delay_s: fl
             ends.append(None)
 
     with trio.fail_after(WATCHDOG_S):
-        async with OmniSystem.open(pipeline(**each), spawner=spawner) as omni, trio.open_nursery() as nursery:
-            has_begun = [trio.Event() for _ in range(4)]
-            for event in has_begun:
-                nursery.start_soon(ask, event)
-            for event in has_begun:
-                await event.wait()
-            victims = [worker for stage in deaths for worker in serving(omni, spawner, stage)]
-            for victim in victims:
-                victim.kill()
-                await trio.sleep(delay_s)
+        async with OmniSystem.open(pipeline(**each), spawner=spawner) as omni:
+            async with trio.open_nursery() as nursery:
+                has_begun = [trio.Event() for _ in range(4)]
+                for event in has_begun:
+                    nursery.start_soon(ask, event)
+                for event in has_begun:
+                    await event.wait()
+                victims = [worker for stage in deaths for worker in serving(omni, spawner, stage)]
+                for victim in victims:
+                    victim.kill()
+                    await trio.sleep(delay_s)
+            assert {worker.pid for worker in spawner.workers if not worker.alive} <= {each.pid for each in victims}
     return ends
 
 
@@ -85,6 +93,16 @@ async def test_requests_survive_the_death_of_every_stage_at_once(
     each: dict[str, Any], deaths: Sequence[str], delay_s: float, autojump_clock: trio.testing.MockClock
 ) -> None:
     assert await check_answers(each, deaths, delay_s) == [None] * 4
+
+
+@pytest.mark.parametrize("each", [{}, {"standby": 1}, {"replicas": 2}], ids=str)
+@pytest.mark.parametrize("deaths", [STAGES[1:], STAGES[:0:-1]], ids=["source first", "consumer first"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1, 0.15, 0.3, 0.6])
+@pytest.mark.parametrize("slow", STAGES[1:])
+async def test_requests_are_resumed_when_a_stage_and_its_source_die_shortly_after_each_other(
+    each: dict[str, Any], deaths: Sequence[str], delay_s: float, slow: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    assert await check_answers({**DECIDING, **each}, deaths, delay_s, {slow: 0.2}) == [None] * 4
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.005])

@@ -127,6 +127,10 @@ class EngineConformance:
             outputs = driver.run()
             assert [output.decisions for output in outputs[1]] == [output.decisions for output in expected]
             assert_same_results(chunks(outputs[1][needed_from:]), chunks(expected[needed_from:]))
+            for found, whole in zip(outputs[1][:needed_from], expected, strict=False):
+                if not found.partial:
+                    assert_same_results(chunks([found]), chunks([whole]))
+            assert not any(output.partial for output in outputs[1][needed_from:])
             if not alone:
                 case.check(driver, outputs[2], 1)
 

@@ -74,11 +74,12 @@ class DecidingEngine:
                 continue
             trail, last = request.inputs.popleft()
             decisions = request.journal.popleft() if request.journal else (secrets.randbits(60),)
-            data = {"trail": [*trail, [request.outputs, *decisions]]} if request.outputs >= request.needed_from else {}
+            partial = request.outputs < request.needed_from
+            data = {} if partial else {"trail": [*trail, [request.outputs, *decisions]]}
             if last:
                 del self._requests[request_id]
             tensors = {"row": _rounded(request.outputs)} if self._options.rounds else {}
-            yield base.StageOutput(request_id, tensors, data, last, decisions)
+            yield base.StageOutput(request_id, tensors, data, last, decisions, partial=partial)
             if request.outputs == self._options.dies_at and not Path(self._options.marker).exists():
                 Path(self._options.marker).touch()
                 os.kill(os.getpid(), signal.SIGKILL)

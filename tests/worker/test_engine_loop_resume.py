@@ -25,7 +25,7 @@ from tests.support.deciding_engine import DecidingEngine
 from tests.support.engine_loop_harness import LoopHarness, open_harness, receive, send
 from tests.support.stage_context import stage_context
 
-ABOVE, ABOVE_1, BELOW = Address("above", 0), Address("above", 1), Address("below", 0)
+ABOVE, ABOVE_1, BELOW, BELOW_1 = (Address(stage, number) for stage in ("above", "below") for number in (0, 1))
 PLENTY = 1 << 20
 
 
@@ -165,6 +165,22 @@ def test_outputs_that_no_consumer_needs_are_neither_computed_nor_retained(harnes
     assert (found.seq, found.data["trail"]) == (2, [[2, 20], [2, 72]])
     harness.post(Resend(1, BELOW))
     assert harness.next_message() == Unreplayable(1, why, needed=True)
+
+
+def test_a_consumer_that_starts_again_before_them_is_sent_no_outputs_that_are_left_out(harness: LoopHarness) -> None:
+    into, out, other = harness.input(source="above"), harness.output(target=BELOW), harness.output(target=BELOW_1)
+    harness.post(JournalPart(1, Decided("stage", 0, ((70,), (71,), (72,)))))
+    harness.start(
+        1, sources=("above",), targets=(BELOW,), replayed=True, retain_bytes=PLENTY, needed_from=(2,), computed_from=2
+    )
+    assert harness.next_message() == Started(1)
+    harness.post(Resend(1, BELOW_1))
+    why = "its first outputs were not computed again after a death"
+    assert harness.next_message() == Unreplayable(1, why, needed=True)
+    for seq in range(3):
+        send_decided(into, seq)
+    assert receive(out).seq == 2
+    assert other.try_recv() is None
 
 
 def test_outputs_that_are_computed_though_no_consumer_needs_them_are_retained(harness: LoopHarness) -> None:

@@ -150,7 +150,8 @@ class DiffusersEngine(AdaptedEngine[_Request, BatchedAdapters], PausableEngine[_
             return None
         data = {"step": done.step, "total": done.total, "final": False}
         tensors = {} if done.preview is None else {"image": done.preview}
-        return base.StageOutput(request.id, tensors, data, decisions=(done.step,))
+        partial = done.step <= request.step_seen
+        return base.StageOutput(request.id, tensors, data, decisions=(done.step,), partial=partial)
 
     def _picture(self, request: _Request, pictures: Pictures) -> base.StageOutput:
         data: dict[str, Any] = {"step": request.total, "total": request.total, "final": True}

@@ -224,12 +224,12 @@ class EchoEngine(PausableEngine[_Request]):
                 request.remove_head()
         if self._options.payload_bytes:
             tensors["payload"] = payload(request_id, request.seq, self._options.payload_bytes)
-        if request.seq < request.needed_from:
+        if partial := request.seq < request.needed_from:
             tensors, data = {}, {}
         request.seq += 1
         if request.complete:
             self.abort(request_id)
-        return base.StageOutput(request_id, tensors, data, request.complete)
+        return base.StageOutput(request_id, tensors, data, request.complete, partial=partial)
 
     def _mark(self, adapter: Adapter) -> str:
         """Return what an adapter adds to a text. Raises ``InvalidRequest``."""

@@ -178,7 +178,7 @@ class AcousticEngine(PausableEngine[_Request]):
             request.sentences_out += 1
             request.outputs += count
             for left in range(count, 0, -1):
-                yield base.StageOutput(request_id, last=last and left == 1, decisions=(left,))
+                yield base.StageOutput(request_id, last=last and left == 1, decisions=(left,), partial=True)
             return
         *spectral, f0 = features if speculated == phonemes else self._features(phonemes, request.speed)
         frames, sentence = len(f0), request.sentences_out

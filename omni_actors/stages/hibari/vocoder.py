@@ -149,6 +149,7 @@ class VocoderEngine(PausableEngine[_Request]):
             if audio is not None:
                 if request.text:
                     data["sentence_text"], request.text = request.text, ""
-                yield StageOutput(request_id, {"audio": audio} if len(audio) else {}, data, last)
+                tensors = {"audio": audio} if len(audio) else {}
+                yield StageOutput(request_id, tensors, data, last, partial=not tensors)
             elif last:
                 yield StageOutput(request_id, data={"sample_rate": SAMPLE_RATE}, last=True)

@@ -40,8 +40,8 @@ class CodecRequest:
     def __init__(self, request: StageRequest, chunk_sizes: Sequence[int], skip: int) -> None:
         self.id, self.needed_from = request.request_id, request.needed_from
         self.open = OpenSources(request.sources)
-        self.received = self.chunks = 0
-        """Frames that have arrived, and chunks taken."""
+        self.received = self.chunks = self.outputs = 0
+        """Frames that have arrived, chunks taken, and outputs made."""
         self.skip = skip
         self.skipped: list[Tensor] = []
         """The frames of the first ``skip`` chunks."""
@@ -128,7 +128,9 @@ class CodecDecoder(PausableEngine[C]):
         if last:
             del self._requests[request.id]
         audio = wave.float().cpu().numpy().copy()  # a view would keep the sound of a whole batch alive
-        return StageOutput(request.id, {"audio": audio} if len(audio) else {}, {"sample_rate": SAMPLE_RATE}, last)
+        tensors, data = {"audio": audio} if len(audio) else {}, {"sample_rate": SAMPLE_RATE}
+        partial, request.outputs = request.outputs < request.needed_from, request.outputs + 1
+        return StageOutput(request.id, tensors, data, last, partial=partial)
 
 
 def _refusal(message: str) -> InvalidRequest:

@@ -99,7 +99,7 @@ class PictureDecoder(PausableEngine[_Request]):
         next_one = request.waiting.popleft()
         data = next_one.data
         image: dict[str, Pixels] = {}
-        if request.unneeded:
+        if partial := request.unneeded > 0:
             request.unneeded -= 1
         elif next_one.latents is not None:
             if not next_one.latents.isfinite().all():
@@ -109,7 +109,8 @@ class PictureDecoder(PausableEngine[_Request]):
             image["image"] = self._decode(next_one.latents)
         if not data.final:
             self._requests[request.id] = request
-        yield StageOutput(request.id, image, msgspec.to_builtins(data), data.final, decisions=(data.step,))
+        described, decisions = msgspec.to_builtins(data), (data.step,)
+        yield StageOutput(request.id, image, described, data.final, decisions, partial=partial)
 
     @torch.inference_mode()
     def _decode(self, latents: Tensor) -> Pixels:

@@ -159,13 +159,13 @@ class DecidingEngine:
         request.outputs += 1
         data = {**head.data, "text": part, "trail": trail, "more": bool(head.text or head.data.get("more"))}
         tensors = {} if head.text else head.tensors
-        if request.outputs <= request.needed_from:  # its number is one less
+        if partial := request.outputs <= request.needed_from:  # its number is one less
             tensors, data = {}, {}
         if not head.text:
             request.remove_head()
         if not request.turns:
             del self._requests[request_id]
-        return base.StageOutput(request_id, tensors, data, last=not request.turns, decisions=decisions)
+        return base.StageOutput(request_id, tensors, data, not request.turns, decisions, partial=partial)
 
     def _decide(self, request: _Request, length: int) -> base.Decisions:
         """Decide how much of a text of this length an output has. The journal comes first."""
