@@ -157,11 +157,12 @@ class RequestsReplayed(WorkerEnd, frozen=True, kw_only=True):
 
 
 class RequestsLost(WorkerEnd, frozen=True, kw_only=True):
-    """Requests have ended with ``StageCrashed`` because of the death of the worker that the event names.
+    """Requests have ended because of the death of the worker that the event names.
 
     Attributes:
         requests: how many.
-        reason: why they are not replayed; None: they were submitted with ``on_failure="fail"``.
+        reason: why they are not replayed, or that they were refused when they were; None: they were submitted with
+            ``on_failure="fail"``.
         retryable: whether their clients may send them again.
     """
 

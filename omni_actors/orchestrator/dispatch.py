@@ -60,6 +60,8 @@ class Dispatcher:
         self.placement, self.trials = placement, trials
         self.queued: dict[Request, None] = {}
         """Requests that were never dispatched, in the order of their admission."""
+        self._priorities = collections.Counter[int]()
+        """How many requests of ``queued`` have each priority."""
         self.dispatched: dict[int, Request] = {}
         """The dispatched requests that have not ended, by number."""
         self.replay_log = ReplayLog()
@@ -79,7 +81,23 @@ class Dispatcher:
     def admit(self, request: Request) -> None:
         """Take a request that waits to be dispatched."""
         self.queued[request] = None
+        self._priorities[request.priority] += 1
         self.arrived.update(request.route.stages)
+
+    def _leave_queue(self, request: Request) -> None:
+        del self.queued[request]
+        self._priorities[request.priority] -= 1
+        if not self._priorities[request.priority]:
+            del self._priorities[request.priority]
+
+    def displaceable(self, priority: int) -> Request | None:
+        """Return the queued request that is to be dispatched last, if its number of priority is above this one.
+
+        Without one, this takes equally long however many are queued.
+        """
+        if max(self._priorities, default=priority) <= priority:
+            return None
+        return max(self.queued, key=lambda each: each.order)
 
     def running(self) -> list[Request]:
         """Return the requests that have not ended."""
@@ -149,7 +167,7 @@ class Dispatcher:
             self._restart(request, placement)
 
     def _start(self, request: Request, placement: Mapping[str, Address]) -> None:
-        del self.queued[request]
+        self._leave_queue(request)
         self.newest += 1
         request.number, request.dispatched = self.newest, time.monotonic()
         self.dispatched[request.number] = request
@@ -305,7 +323,7 @@ class Dispatcher:
         self._ends.unpark_all()
         request.checkpoints.close()
         if request.number is None:
-            del self.queued[request]
+            self._leave_queue(request)
             return
         del self.dispatched[request.number]
         for name, stage in request.replay_state.stages.items():

@@ -50,6 +50,8 @@ from omni_actors.supervisor.replica import Replica
 
 DROPPING_ERRORS = (errors.Aborted, errors.DeadlineExceeded, errors.SlowConsumer)
 """Errors after which unread output is dropped."""
+_REFUSALS = (errors.InvalidRequest, errors.TemporarilyRefused, errors.Quarantined)
+"""Errors with which a request may end that is replayed."""
 
 
 class Orchestrator:
@@ -204,8 +206,8 @@ class Orchestrator:
 
     def _displace(self, request: Request) -> bool:
         """End a request that waits for its first dispatch with a higher number than ``request``, if there is one."""
-        victim = max(self._dispatcher.queued, key=lambda each: each.order, default=None)
-        if victim is None or victim.priority <= request.priority:
+        victim = self._dispatcher.displaceable(request.priority)
+        if victim is None:
             return False
         self._end(victim, Event.FAIL, self._overloaded())
         return True
@@ -296,8 +298,8 @@ class Orchestrator:
         request.error = error
         self._inputs.close(request)
         request.finished = time.monotonic()
-        if isinstance(error, errors.StageCrashed):
-            self._dispatcher.replay_log.add_lost(error)
+        if error is not None:
+            self._log_loss(request, error)
         self._retry_after.add(request)
         self._dispatcher.remove(request)
         request.output_wakeup.unpark_all()
@@ -306,6 +308,15 @@ class Orchestrator:
         else:
             self.readers.end(request)
         self._suspects.request_ended(request, done=event is Event.COMPLETE)
+
+    def _log_loss(self, request: Request, error: errors.RequestError) -> None:
+        """Log a request that ends because of a death: it is not replayed, or was refused when it was."""
+        if isinstance(error, errors.StageCrashed):
+            self._dispatcher.replay_log.add_lost(error)
+        elif request.deaths.latest is not None and isinstance(error, _REFUSALS):
+            kind = "quarantined" if isinstance(error, errors.Quarantined) else error.code
+            reason = f"it was refused when it was replayed ({kind})"
+            self._dispatcher.replay_log.add_lost(request.deaths.error(reason, retryable=error.retryable))
 
     def _cut(self, request: Request, error: errors.RequestError) -> None:
         """End a request if it has not ended, and drop the output that its client does not have."""

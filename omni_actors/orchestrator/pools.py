@@ -7,7 +7,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import trio
 
@@ -107,12 +107,12 @@ class Pools:
 
         return sorted(self.replicas(stage), key=key)
 
-    def starved(self) -> set[str]:
-        """Return the stages that have no replica, and that requests wait for."""
-        if self._dispatcher.dispatch_paused:
+    def starved(self, starting: Collection[str] = ()) -> set[str]:
+        """Return the stages that have no replica, that requests wait for, and that are not among ``starting``."""
+        empty = {stage for stage, replicas in self.all_wanted().items() if not replicas}.difference(starting)
+        if not empty or self._dispatcher.dispatch_paused:  # it is asked for each request that begins to wait
             return set()
-        waiting = {stage for each in self._dispatcher.running() for stage in each.replay_state.waiting}
-        return {stage for stage in waiting if not self.wanted(stage)}
+        return {stage for each in self._dispatcher.running() for stage in each.replay_state.waiting if stage in empty}
 
     @trio.lowlevel.enable_ki_protection
     def refuse_waiting(self, stage: str, reason: str) -> None:

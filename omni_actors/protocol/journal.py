@@ -24,7 +24,7 @@ SLICE_DECISIONS = 10_000
 
 
 class JournalCorrupted(ringbuf.RingError):
-    """Decisions are missing before those that a message or a chunk contains."""
+    """Decisions are missing before those that a message or a chunk contains, or one output has too many."""
 
 
 class Journal:
@@ -34,11 +34,16 @@ class Journal:
         self.entries: list[Decisions] = []
 
     def add(self, decided: Decided) -> Decided | None:
-        """Add entries; known ones are skipped. Return the new ones. Raises JournalCorrupted if one is missing."""
+        """Add entries; known ones are skipped. Return the new ones.
+
+        Raises JournalCorrupted: one is missing, or fits into no control message. Nothing was added.
+        """
         known = len(self.entries)
         if decided.first > known:
             raise JournalCorrupted(f"decisions of {decided.stage!r} from {decided.first} on, where {known} are known")
         new = decided.entries[known - decided.first :]
+        if (longest := max(map(len, new), default=0)) > SLICE_DECISIONS:
+            raise JournalCorrupted(f"an output of {decided.stage!r} has {longest} decisions")
         self.entries += new
         return Decided(decided.stage, known, new) if new else None
 

@@ -375,7 +375,7 @@ class Supervisor:
     def _load_failed(self, replica: Replica, error: str, number: int | None) -> None:
         """Note why an engine has not loaded. number: of the part of its desired state at which it raised."""
         incarnation = replica.incarnation
-        part = incarnation.parts[number] if number is not None and number < len(incarnation.parts) else None
+        part = incarnation.parts[number] if number is not None and 0 <= number < len(incarnation.parts) else None
         if part is None or (part.carried_out and not part.taken_back):
             incarnation.load_error = error
         elif part.taken_back or part.is_to_blame(incarnation, self._loading(part)):

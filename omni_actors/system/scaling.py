@@ -304,7 +304,7 @@ class ScaleControl(Control):
 
         async with trio.open_nursery() as nursery:
             while True:
-                for stage in pools.starved() - starting:
+                for stage in pools.starved(starting):
                     if self._starts_when_needed(stage):
                         starting.add(stage)
                         nursery.start_soon(start, stage)

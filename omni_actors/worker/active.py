@@ -153,23 +153,38 @@ class ActiveRequest:
 
 
 class ActiveRequests(dict[int, ActiveRequest]):
-    """The active requests of a worker by number, and which of them wait for their client.
+    """The active requests of a worker by number, which of them wait for their client, and what they have gathered.
 
-    A turn asks what requests wait for, and takes equally long with any number of them.
+    A turn asks for these, and takes equally long with any number of requests.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.awaiting_client = set[int]()
         """Those with input from the client still to come."""
+        self.gathered_bytes = 0
+        """Bytes of input that all of them have gathered."""
 
     def note(self, active: ActiveRequest) -> None:
         """Note anew whether a request waits for its client."""
         (self.awaiting_client.add if active.awaits(CLIENT) else self.awaiting_client.discard)(active.request)
 
+    def gather(self, active: ActiveRequest, chunk: Chunk, size: int) -> None:
+        """Keep a chunk of ``size`` bytes of a request's input."""
+        active.gathered.append(chunk)
+        active.gathered_bytes += size
+        self.gathered_bytes += size
+
+    def take_gathered(self, active: ActiveRequest) -> list[Chunk]:
+        """Return the chunks of a request that were gathered, and keep them no longer."""
+        gathered, active.gathered = active.gathered, []
+        self.gathered_bytes -= active.gathered_bytes
+        active.gathered_bytes = 0
+        return gathered
+
     def remove(self, request: int) -> None:
         """Forget a request."""
-        del self[request]
+        self.take_gathered(self.pop(request))
         self.awaiting_client.discard(request)
 
 

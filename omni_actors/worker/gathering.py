@@ -8,13 +8,11 @@ producers wait instead could block other requests, which share their rings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 
 from omni_actors.protocol import messages
 from omni_actors.stages.base import Chunk, InvalidRequest, StageEngine, TemporarilyRefused
-from omni_actors.worker.active import ActiveRequest
+from omni_actors.worker.active import ActiveRequest, ActiveRequests
 from ringbuf import Tensor
 
 TOO_LARGE = "gathered_input_too_large"
@@ -23,7 +21,7 @@ TOO_LARGE = "gathered_input_too_large"
 class Gatherer:
     """Feeds the engine of one worker. bounds: None: chunks are fed as they arrive. active: the worker's requests."""
 
-    def __init__(self, bounds: messages.Gathering | None, active: Mapping[int, ActiveRequest]) -> None:
+    def __init__(self, bounds: messages.Gathering | None, active: ActiveRequests) -> None:
         self._bounds, self._active = bounds, active
 
     def feed(self, engine: StageEngine, request: ActiveRequest, chunk: Chunk, size: int) -> None:
@@ -36,21 +34,19 @@ class Gatherer:
             engine.feed(request.request, chunk)
             return
         copies = {name: Tensor(each.dtype, each.shape, bytes(each.data)) for name, each in chunk.tensors.items()}
-        request.gathered.append(msgspec.structs.replace(chunk, tensors=copies))
-        request.gathered_bytes += size
+        self._active.gather(request, msgspec.structs.replace(chunk, tensors=copies), size)
         if (refused := self._excess(request, self._bounds)) is not None:
             engine.abort(request.request)
             raise refused
         if request.input_complete:
-            gathered, request.gathered, request.gathered_bytes = request.gathered, [], 0
-            for each in gathered:
+            for each in self._active.take_gathered(request):
                 engine.feed(request.request, each)
 
     def _excess(self, request: ActiveRequest, bounds: messages.Gathering) -> InvalidRequest | TemporarilyRefused | None:
         if request.gathered_bytes > bounds.request_bytes:
             limit = f"{bounds.request_bytes} bytes that a stage gathers (limits.retain_bytes)"
             return InvalidRequest(f"its input exceeds the {limit}", code=TOO_LARGE)
-        if not request.replayed and sum(each.gathered_bytes for each in self._active.values()) > bounds.worker_bytes:
+        if not request.replayed and self._active.gathered_bytes > bounds.worker_bytes:
             limit = f"{bounds.worker_bytes} bytes (limits.worker_retain_bytes)"
             message = f"the input that one worker gathers for all requests exceeds {limit}"
             return TemporarilyRefused(message, code=TOO_LARGE)

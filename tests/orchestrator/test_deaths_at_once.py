@@ -11,8 +11,11 @@ import pytest
 import trio
 
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import StageCrashed
+from omni_actors.errors import StageCrashed, TemporarilyRefused
+from omni_actors.log_events import RequestsLost
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.stages.base import StageRequest
+from omni_actors.stress.simulation.deciding import DecidingEngine
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import SimulatedWorker, WorkerBehavior
 from omni_actors.system import OmniSystem
@@ -160,3 +163,31 @@ async def test_a_request_whose_workers_are_killed_one_after_the_other_uses_up_it
             with pytest.raises(StageCrashed, match="it was replayed 2 times already"):
                 async for _ in generation:
                     pass
+
+
+class RefusesReplays(DecidingEngine):
+    """Refuses each request that an earlier incarnation had started."""
+
+    def start(self, request: StageRequest) -> None:
+        if request.replayed:
+            raise TemporarilyRefused("it cannot go on", code="not_resumed")
+        super().start(request)
+
+
+async def test_a_request_that_is_refused_when_it_is_replayed_is_logged_as_lost(
+    caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+) -> None:
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(load_s=1.0, turn_s=0.01), lambda note: None)
+    each = {**DECIDING, "engine": f"{__name__}:RefusesReplays"}
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(pipeline(**each), spawner=spawner) as omni:
+            generation = omni.submit({"script": [Input({"n": i, "text": "."}) for i in range(PIECES)]}, ["audio"])
+            await anext(aiter(generation))
+            serving(omni, spawner, "second")[0].kill()
+            with pytest.raises(TemporarilyRefused):
+                async for _ in generation:
+                    pass
+            await trio.sleep(1)
+    [lost] = [record.event for record in caplog.records if isinstance(getattr(record, "event", None), RequestsLost)]
+    assert (lost.stage, lost.requests, lost.retryable) == ("second", 1, True)
+    assert lost.reason == "it was refused when it was replayed (not_resumed)"

@@ -11,7 +11,15 @@ import trio.testing
 
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
-from omni_actors.protocol.messages import Address, ControlMessage, Finished, InputComplete, StageStats, Started
+from omni_actors.protocol.messages import (
+    Address,
+    ControlMessage,
+    Finished,
+    InputComplete,
+    LoadFailed,
+    StageStats,
+    Started,
+)
 from tests.support.simulated_system import PIECES, SimulatedSystem, numbers, open_simulated_system, read, until
 
 encode, replaced = chunks.encode, msgspec.structs.replace
@@ -48,6 +56,15 @@ async def test_a_notice_that_does_not_fit_ends_its_worker_only(
         await until(lambda: restarts(system, stage) == 1)
         assert f"protocol error: {type(notices[-1]).__name__} about a request that is" in exits(system, stage)
         assert restarts(system, other) == 0
+        assert numbers(await read(system.ask())) == list(range(PIECES))
+
+
+@pytest.mark.parametrize("part", [-1, 0, 7])
+async def test_a_part_of_the_desired_state_that_is_not_there_is_taken_for_none(
+    part: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_simulated_system() as system:
+        system.spawner.living[Address("first", 0)].notify(LoadFailed("there is no memory", part))
         assert numbers(await read(system.ask())) == list(range(PIECES))
 
 

@@ -31,6 +31,14 @@ def test_a_missing_entry_is_refused_and_changes_nothing() -> None:
     assert kept.entries == [(1,)]
 
 
+def test_an_entry_that_fits_into_no_message_is_refused_and_changes_nothing() -> None:
+    kept = Journal()
+    kept.add(decided(0, (1,), tuple(range(journal.SLICE_DECISIONS))))
+    with pytest.raises(JournalCorrupted, match="an output of 'stage' has 10001 decisions"):
+        kept.add(decided(2, (3,), tuple(range(journal.SLICE_DECISIONS + 1))))
+    assert len(kept.entries) == 2
+
+
 @given(
     st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8).map(tuple), max_size=12),
     st.integers(0, 5),

@@ -110,7 +110,7 @@ class PictureDecoder(PausableEngine[_Request]):
         if not data.final:
             self._requests[request.id] = request
         described, decisions = msgspec.to_builtins(data), (data.step,)
-        yield StageOutput(request.id, image, described, data.final, decisions, partial=partial)
+        yield StageOutput(request.id, image, described, data.final, decisions=decisions, partial=partial)
 
     @torch.inference_mode()
     def _decode(self, latents: Tensor) -> Pixels:

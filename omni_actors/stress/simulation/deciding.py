@@ -165,7 +165,7 @@ class DecidingEngine:
             request.remove_head()
         if not request.turns:
             del self._requests[request_id]
-        return base.StageOutput(request_id, tensors, data, not request.turns, decisions, partial=partial)
+        return base.StageOutput(request_id, tensors, data, not request.turns, decisions=decisions, partial=partial)
 
     def _decide(self, request: _Request, length: int) -> base.Decisions:
         """Decide how much of a text of this length an output has. The journal comes first."""
