@@ -70,7 +70,7 @@ class Orchestrator:
         *,
         limits: Limits,
         deterministic_stages: Set[str],
-        resumable_stages: Set[str] = frozenset(),
+        resumable_stages: Set[str],
         on_end: Callable[[Request], None],
     ) -> None:
         self._limits, self._on_end = limits, on_end

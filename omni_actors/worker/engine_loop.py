@@ -10,7 +10,7 @@ Rules
    with a lower number whose request is not active is stale.
 4. A new ring to a consumer means a new consumer. It receives nothing of requests that are already running until
    ``Resend``; then it receives all their outputs.
-5. Backpressure: while more than ``CONGESTED_BYTES`` wait for room on any edge, the loop neither steps nor receives. So
+5. Backpressure: while more than ``congested_bytes`` wait for room on any edge, the loop neither steps nor receives. So
    a downstream stage that stands still stops the whole stage, until its worker is killed or the requests' deadlines
    pass.
 6. The outputs of a step are sent to clients before the same outputs are sent to stages, which wake up beside this loop.
@@ -41,8 +41,8 @@ from omni_actors.worker.pinning import UNPINNED, Pinning
 from ringbuf import Tensor
 
 CONGESTED_BYTES = 8 * 1024 * 1024
-RECEIVE_FRAMES = 64
-RECEIVE_BYTES = 1024 * 1024
+"""With more waiting for room on an edge, the loop stands still (rule 5)."""
+RECEIVE_FRAMES, RECEIVE_BYTES = 64, 1024 * 1024
 """What one edge may deliver between two steps, so that a fast producer does not keep a busy engine from stepping."""
 LONGEST_REFUSAL = 16_384
 
@@ -55,6 +55,7 @@ class EngineLoop:
     control: brings commands, and takes the messages for the parent. Those of a turn are sent at its end.
     resumable: whether the engine is resumable (``stages.base``, rule 6).
     gathering: bounds of gathered input; None: the engine gets each chunk as it arrives.
+    congested_bytes: see rule 5.
     pinning: page-locks the rings.
     arena: the memory of tensors that are passed by handle; None: all tensors travel as bytes.
 
@@ -68,13 +69,14 @@ class EngineLoop:
         fence: int,
         control: Control,
         *,
-        resumable: bool = False,
-        gathering: messages.Gathering | None = None,
+        resumable: bool,
+        gathering: messages.Gathering | None,
+        congested_bytes: int = CONGESTED_BYTES,
         pinning: Pinning = UNPINNED,
         arena: Arena | None = None,
     ) -> None:
         self._address, self._newest, self._control, self._resumable = address, fence, control, resumable
-        self._pinning, self._arena = pinning, arena
+        self._congested_bytes, self._pinning, self._arena = congested_bytes, pinning, arena
         self._incoming: dict[messages.Address, Incoming] = {}
         self._outgoing: dict[messages.Address, Outgoing] = {}
         self._active = ActiveRequests()
@@ -112,7 +114,7 @@ class EngineLoop:
         Returns whether there was anything to do, and whether chunks are received now: not while congested.
         """
         progressed = self._handle_commands(engine)
-        congested = self._flush() > CONGESTED_BYTES
+        congested = self._flush() > self._congested_bytes
         if not congested:
             progressed |= self._receive(engine)
             if engine.busy and not self.calls.frozen:
@@ -139,16 +141,13 @@ class EngineLoop:
             if any(edge.early is not None for edge in self._incoming.values()):
                 bells.append(self._control.fileno())  # the ``Start`` that it waits for may ring no bell
             for producer, edge in self._incoming.items():
-                if (
-                    edge.early is None
-                    and not edge.ended
-                    and (
-                        producer.stage != messages.CLIENT or self._active.awaiting_client
-                    )  # others follow a waking ``Start``
-                ):
-                    if not edge.consumer.park():
-                        return []
-                    bells.append(edge.consumer.fileno())
+                if edge.early is not None or edge.ended:
+                    continue
+                if producer.stage == messages.CLIENT and not self._active.awaiting_client:
+                    continue  # the next chunk follows a ``Start`` that rings the control connection's bell
+                if not edge.consumer.park():
+                    return []
+                bells.append(edge.consumer.fileno())
         return bells
 
     def close(self) -> None:

@@ -26,7 +26,6 @@ from omni_actors.protocol.messages import (
 )
 from omni_actors.stages.base import Chunk, InvalidRequest, StageFailure, StageOutput, StageRequest, TemporarilyRefused
 from omni_actors.stages.echo.engine import EchoEngine
-from omni_actors.worker import engine_loop as loop
 from omni_actors.worker.outgoing import encode
 from ringbuf import RingClosed
 from tests.support.engine_loop_harness import WATCHDOG_S, LoopHarness, echo, receive, send
@@ -210,7 +209,7 @@ def test_a_new_ring_replaces_the_old_one_in_both_directions(harness: LoopHarness
 def test_a_congested_output_stops_steps_and_receiving_until_there_is_room(
     harness: LoopHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "CONGESTED_BYTES", 10_000)
+    monkeypatch.setattr(harness.loop, "_congested_bytes", 10_000)
     engine = echo(fan_out=100, payload_bytes=3000)
     into, out = harness.input(), harness.output(4096)
     harness.run(engine)
@@ -267,7 +266,7 @@ def test_outputs_that_no_client_gets_are_sent_to_stages_at_once(harness: LoopHar
 
 def test_a_consumer_that_closes_drops_its_backlog(harness: LoopHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that dies must not stop its upstream stage, neither by an error nor by its backlog."""
-    monkeypatch.setattr(loop, "CONGESTED_BYTES", 10_000)
+    monkeypatch.setattr(harness.loop, "_congested_bytes", 10_000)
     into, out = harness.input(), harness.output(4096)
     harness.run(echo(fan_out=10, payload_bytes=3000))
     harness.start(1)

@@ -11,11 +11,6 @@ from unittest import mock
 
 from trio._core import _run as trio_run
 
-from omni_actors.worker import engine_loop
-
-CONGESTED_BYTES = 6_000
-"""So small that the few chunks of a schedule congest an edge."""
-
 
 @contextmanager
 def deterministic(draw: random.Random) -> Iterator[None]:
@@ -29,10 +24,7 @@ def deterministic(draw: random.Random) -> Iterator[None]:
     random.seed(draw.getrandbits(64))
     gc.disable()
     try:
-        with (
-            mock.patch.multiple(trio_run, _ALLOW_DETERMINISTIC_SCHEDULING=True, _r=draw),
-            mock.patch.object(engine_loop, "CONGESTED_BYTES", CONGESTED_BYTES),
-        ):
+        with mock.patch.multiple(trio_run, _ALLOW_DETERMINISTIC_SCHEDULING=True, _r=draw):
             yield
     finally:
         gc.enable()

@@ -33,6 +33,9 @@ from omni_actors.worker.control import AttachCheckpoint, AttachRing, Command
 from omni_actors.worker.engine_loop import EngineLoop
 from ringbuf import Ring
 
+CONGESTED_BYTES = 6_000
+"""So small that the few chunks of a schedule congest an edge."""
+
 Note: TypeAlias = Callable[[str], None]
 OnStart: TypeAlias = Callable[[messages.Address, messages.Start], object]
 
@@ -211,7 +214,12 @@ class SimulatedWorker(Worker):
             assert isinstance(message, messages.Configure), message
             spec = message.spec
             self.loop = EngineLoop(
-                spec.address, message.fence, self._control, resumable=spec.resumable, gathering=spec.gathering
+                spec.address,
+                message.fence,
+                self._control,
+                resumable=spec.resumable,
+                gathering=spec.gathering,
+                congested_bytes=CONGESTED_BYTES,
             )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._deliver)
