@@ -5,7 +5,7 @@ Rule: what no response can use is refused by the event that sets it, and not by 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -40,7 +40,7 @@ def require_tools(config: SessionConfig, place: str, *, is_chosen: bool) -> None
         is_chosen: whether the client sets ``tool_choice`` there. If not, it may set the tools.
     """
     tools, choice = chat_tools(config), config.tool_choice
-    _require_fitting(len(msgspec.msgpack.encode(tools)), f"{place}tools", "the tools")
+    _require_fitting(tools, f"{place}tools", "the tools")
     if choice in ("none", "auto"):
         return
     named = {each.function.name: each for each in tools}
@@ -59,11 +59,15 @@ def require_tools(config: SessionConfig, place: str, *, is_chosen: bool) -> None
     require_objects([each.function for each in called], f"{place}tools")
     given = {name: value for name, _, value in tool_parameters(tools, chat_tool_choice(config))}
     what = "the tools and the schema of the call that this choice demands"
-    _require_fitting(len(msgspec.msgpack.encode(given)), f"{place}{'tool_choice' if is_chosen else 'tools'}", what)
+    _require_fitting(given, f"{place}{'tool_choice' if is_chosen else 'tools'}", what)
 
 
-def _require_fitting(size: int, param: str, what: str) -> None:
-    """Raises HTTPError. size: in bytes, as MessagePack."""
+def _require_fitting(value: Any, param: str, what: str) -> None:
+    """Raises HTTPError: MessagePack cannot have the value, such as an integer beyond 64 bits, or it is too large."""
+    try:
+        size = len(msgspec.msgpack.encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise bad_request(f"{param}: {what} cannot be encoded: {error}", param) from error
     if size > MAX_TOOLS_BYTES:
         message = f"{param}: {what} take {size} bytes; the limit is {MAX_TOOLS_BYTES}"
         raise bad_request(message, param, "tools_too_large")

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,6 +29,7 @@ from websockets.utils import accept_key
 
 from bench.turns import say
 from omni_actors.serve.media.base64_data import to_base64
+from tests.serve.conftest import STUDIO
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
 from tests.support.realtime import Session, check_event, pcm, session, silence
 
@@ -47,7 +49,30 @@ CALLS: tuple[dict[str, Any], ...] = tuple(
     {"type": "conversation.item.create", "item": {"type": "function_call", "name": "x", "arguments": arguments}}
     for arguments in (COSTLY, DEEP, "{}")
 )
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "f",
+    "description": "x",
+    "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}},
+}
+UNSENDABLE = {"tools": [{**TOOL, "parameters": {"maximum": 2**70}}]}
+"""Workers cannot be sent an integer beyond 64 bits."""
+SETTINGS: dict[str, Any] = {
+    "instructions": "Be brief.",
+    "tools": [TOOL, {"type": "function", "name": "g"}],
+    "tool_choice": {"type": "function", "name": "f"},
+    "max_output_tokens": 100,
+    "parallel_tool_calls": True,
+}
+"""What a session and a response have."""
+TRACING = {"workflow_name": "x", "metadata": {"n": 1}}
+OUTPUT = {"format": {"type": "audio/pcma"}, "voice": {"id": "x"}}
 EVENTS: tuple[dict[str, Any], ...] = (
+    {"type": "session.update", "session": {**SETTINGS, "tracing": TRACING, "audio": {"output": OUTPUT}}},
+    {"type": "session.update", "session": {"tools": [], "tool_choice": "auto", "max_output_tokens": "inf"}},
+    {"type": "response.create", "response": {**SETTINGS, "metadata": {"a": "b"}, "audio": {"output": OUTPUT}}},
+    {"type": "session.update", "session": UNSENDABLE},
+    {"type": "response.create", "response": UNSENDABLE},
     {"type": "session.update", "session": {"output_modalities": ["text"]}},
     {"type": "session.update", "session": {"audio": {"input": {"format": {"type": "audio/pcmu"}}}}},
     {"type": "session.update", "session": {"audio": {"input": {"transcription": {"model": "x"}}}}},
@@ -71,6 +96,16 @@ EVENTS: tuple[dict[str, Any], ...] = (
     *({"type": "response.create", "response": {"conversation": "none", "input": [each["item"]]}} for each in CALLS),
     {"type": "response.cancel"},
 )
+SCRIBE = f"""\
+  scribe:
+    engine: llm
+    model: "{Path(__file__).parent}"
+    accepts: [prompt]
+    emits: thoughts
+    replicas: 0
+    scale_from_zero: true
+"""
+"""A stage that takes tools, so that a session accepts them. No request starts it, so no model is needed."""
 AT_A_TIME = 3
 SEEN = {"input_audio_buffer.speech_started", "input_audio_buffer.speech_stopped", "turn_detected"}
 """What the sessions of a run must have reached: turns, and answers that speech cut."""
@@ -86,7 +121,8 @@ LAST = {"type": "conversation.item.retrieve", "event_id": "last", "item_id": "no
 
 @pytest.fixture(scope="module")
 def server(start: Start) -> Iterator[Server]:
-    with start("--max-event-bytes", str(MAX_EVENT_BYTES), "--session-items", "20") as server:
+    limits = ("--max-event-bytes", str(MAX_EVENT_BYTES), "--session-items", "20")
+    with start(*limits, config=STUDIO + SCRIBE) as server:
         yield server
         assert server.stderr == ""
 
@@ -105,6 +141,9 @@ def mutated(rng: random.Random, value: Any) -> Any:
     if isinstance(value, dict) and value and rng.random() < 0.8:
         name = rng.choice(list(value))
         return {**value, name: mutated(rng, value[name])}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        at = rng.randrange(len(value))
+        return [*value[:at], mutated(rng, value[at]), *value[at + 1 :]]
     return rng.choice([None, -1, 1e300, 2**70, "", "x" * 1000, [], {}, [[]], {"type": "x"}, True, "\0"])
 
 

@@ -81,6 +81,7 @@ def choice(name: str) -> dict[str, Any]:
 
 MANY = [tool(f"f{number}", size=1000) for number in range(128)]
 HALF = [tool("f", size=MAX_TOOLS_BYTES // 2)]
+BEYOND = {"type": "function", "name": "f", "parameters": {"minimum": -(2**63) - 1}}
 DEMANDED = "the tools and the schema of the call that this choice demands take "
 
 
@@ -90,6 +91,7 @@ DEMANDED = "the tools and the schema of the call that this choice demands take "
         ({}, {"tools": [tool("f", size=8_000_000)]}, "tools", "the tools take 80000"),
         ({}, {"tools": MANY}, "tools", "the tools take 1"),
         ({}, {"tools": MANY, "tool_choice": "none"}, "tools", "the tools take 1"),
+        ({}, {"tools": [BEYOND], "tool_choice": "required"}, "tools", "the tools cannot be encoded: can't"),
         ({}, {"tools": HALF, "tool_choice": "required"}, "tool_choice", DEMANDED),
         ({"tools": HALF}, {"tool_choice": choice("f")}, "tool_choice", DEMANDED),
         ({"tools": [tool("f")], "tool_choice": "required"}, {"tools": HALF}, "tools", DEMANDED),
