@@ -41,6 +41,6 @@ class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
     """The fields of /v1/audio/transcriptions except the file. A form's values are strings."""
 
     stream: bool = False
-    granularities: Annotated[list[Literal["segment", "word"]], Meta(max_length=2)] = field(
+    granularities: Annotated[list[Literal["segment", "word"]], Meta(max_length=8)] = field(
         name="timestamp_granularities[]", default_factory=list
     )

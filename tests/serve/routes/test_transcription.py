@@ -38,7 +38,7 @@ def test_the_verbose_object_has_segments_or_words_or_both(client: openai.OpenAI,
     assert (found.text, found.language, found.duration) == (RESULT, "en", 2.0)
     assert [(each.text, each.start, each.end) for each in found.segments] == [(RESULT, 0.0, 2.0)]
     assert found.words is None
-    both = ask(client, file, response_format="verbose_json", timestamp_granularities=["word", "segment"])
+    both = ask(client, file, response_format="verbose_json", timestamp_granularities=["word", "word", "segment"])
     [segment], [word] = valid(TranscriptionVerbose, both).segments, both.words
     assert (segment.end, word.word, word.start, word.end) == (2.0, "all", 0.0, 2.0)
     words = ask(client, file, response_format="verbose_json", timestamp_granularities=["word"])
