@@ -317,6 +317,10 @@ class Session:
         """Return whether an answer is played, as far as the server knows, and has been for more than ``since_s``."""
         return self._responses.is_heard(since_s)
 
+    def unplayed_s(self) -> float:
+        """Return how long answers of the conversation will be played, as far as the server knows."""
+        return self._responses.unplayed_s()
+
     def respond_to_turn(self, *, is_spoken: bool) -> None:
         """Begin a response, unless one of the conversation is in progress or there are none. Raises HTTPError."""
         if self._pipeline.answers and self._responses.current is None:
@@ -344,4 +348,4 @@ class Session:
     async def _run_response(self, response: Response) -> None:
         await self._responses.run(response)
         if self._turns is not None and not response.is_apart:
-            self._turns.expect_speech(self._responses.unplayed_s())
+            self._turns.expect_speech(self.unplayed_s())

@@ -63,6 +63,9 @@ class TurnSession(Protocol):
     def is_heard(self, since_s: float) -> bool:
         """Return whether the client plays an answer, and has played it for more than ``since_s``."""
 
+    def unplayed_s(self) -> float:
+        """Return how long the client will play answers."""
+
     async def interrupt(self) -> None:
         """Cut the answer, and keep of it what was heard."""
 
@@ -253,6 +256,8 @@ class TurnTaking:
             elif decision is Decision.BACKCHANNEL and not self._item.is_announced:
                 self._held = None
                 self._sound.forget(self._begins_ms + event.at_ms, self._format)
+                if not self._session.is_answering():  # else the wait begins again after the answer
+                    self.expect_speech(self._session.unplayed_s())
             else:
                 self._held = None
                 self._end_turn(self._begins_ms + event.at_ms)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
 from bench.turns import SENTENCES, say
-from tests.serve.realtime.test_turns import answer
+from tests.serve.realtime.test_turns import answer, spoken
 from tests.support.http_server import Server, Start
 from tests.support.realtime import PCM_S, Session, pcm, session, silence
 
 pytestmark = pytest.mark.voice
 
 
-def ignore_backchannels(talk: Session) -> None:
-    settings = {"type": "server_vad", "ignore_backchannels": True}
+def ignore_backchannels(talk: Session, **others: Any) -> None:
+    settings = {"type": "server_vad", "ignore_backchannels": True, **others}
     talk.send("session.update", session={"type": "realtime", "audio": {"input": {"turn_detection": settings}}})
     assert talk.websocket.recv(60)  # the client's types do not know this extension
 
@@ -89,3 +90,16 @@ def test_a_backchannel_is_a_turn_after_the_client_has_stopped_the_answer(talk: S
     talk.hear(silence(0.5) + pcm(say("Yeah.")) + silence(1))
     talk.send("conversation.item.retrieve", event_id="last", item_id="x")
     assert "input_audio_buffer.committed" in [event["type"] for event in talk.until("error")]
+
+
+def test_the_wait_for_a_silent_user_begins_again_after_a_backchannel(talk: Session) -> None:
+    ignore_backchannels(talk, idle_timeout_ms=5000, create_response=False)
+    backchannel = say("Yeah.")
+    spoken(talk, "word " * 6)
+    time.sleep(0.8)  # it has ended, and its player plays on
+    talk.hear(pcm(backchannel) + silence(9))
+    talk.send("conversation.item.retrieve", event_id="last", item_id="x")
+    events = talk.until("error")
+    assert "input_audio_buffer.speech_started" not in [event["type"] for event in events]
+    [waited] = [event for event in events if event["type"] == "input_audio_buffer.timeout_triggered"]
+    assert waited["audio_start_ms"] > len(backchannel) / 16
