@@ -301,3 +301,19 @@ def require_call(item: Item, entries: Sequence[Entry], param: str) -> None:
     if not any(isinstance(each.item, FunctionCall) and each.item.call_id == item.call_id for each in entries):
         message = f"{param}.call_id: there is no call {quote_value(item.call_id)}"
         raise bad_request(message, f"{param}.call_id", "invalid_tool_call_id")
+
+
+def has_open_question(entries: Sequence[Entry]) -> bool:
+    """Return whether the entries have words of the user, or an output of a function, behind the last answer.
+
+    An answer is a call of a function, or a message of the assistant in which there are words.
+    """
+    for entry in reversed(entries):
+        match entry.item:
+            case FunctionCallOutput():
+                return True
+            case FunctionCall():
+                return False
+            case Message(role="user" | "assistant" as role, content=parts) if any(part.words for part in parts):
+                return role == "user"
+    return False

@@ -2,7 +2,9 @@
 
 Rules
 1. A response waits for the words of the user's recordings where the pipeline has a transcriber. Otherwise the pipeline
-   hears the recordings themselves. A response to a turn in which there are no words, such as a cough, is empty.
+   hears the recordings themselves. A response to a turn in which there are no words, such as a cough, is empty, unless
+   something before it still waits for an answer: words of the user, or the output of a function. An answer of which
+   nothing was heard is none, and a call of a function is one.
 2. If the model may call functions, and the pipeline speaks scripts, the text is spoken by a request of its own: calls
    are not read aloud. The beginning of a call that was cut is dropped too. A text in which there is nothing to speak
    ends without sound, as it does where the same request speaks it.
@@ -27,7 +29,7 @@ from omni_actors.outputs import AudioChunk, Output
 from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.chat_messages import chat_messages, join_neighbours
-from omni_actors.serve.realtime.conversation import Conversation, Entry
+from omni_actors.serve.realtime.conversation import Conversation, Entry, has_open_question
 from omni_actors.serve.realtime.outbox import Outbox, error_object
 from omni_actors.serve.realtime.pacer import Pacer
 from omni_actors.serve.realtime.pipeline import SessionPipeline
@@ -143,7 +145,7 @@ class Response:
         try:
             if self._pipeline.transcribes:
                 await self._wait_words()
-                if self._needs_words and not self._is_asked():
+                if self._needs_words and not has_open_question(self.entries):
                     return
             async with trio.open_nursery() as nursery:
                 queue, queued = trio.open_memory_channel[bytes](QUEUED_CHUNKS)
@@ -182,11 +184,6 @@ class Response:
         said = next((entry for entry in reversed(self.entries) if entry.recordings or entry.has_words_of_user), None)
         if said is not None and said.error is not None:
             raise said.error
-
-    def _is_asked(self) -> bool:
-        """Return whether the newest message of the user has words."""
-        newest = next((entry for entry in reversed(self.entries) if entry.is_from_user), None)
-        return newest is None or newest.has_words_of_user
 
     async def _read(self, queue: trio.MemorySendChannel[bytes], script: trio.MemorySendChannel[str] | None) -> None:
         """Read the answer of the model. script: receives the text to speak, if a request of its own speaks it."""

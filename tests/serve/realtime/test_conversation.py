@@ -14,7 +14,7 @@ from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.chat_messages import chat_messages, join_neighbours
 from omni_actors.serve.realtime.config import PCMU, ResponseParams, SessionConfig
-from omni_actors.serve.realtime.conversation import Conversation, Entry
+from omni_actors.serve.realtime.conversation import Conversation, Entry, has_open_question
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part, check_item
 from omni_actors.serve.realtime.response import Response
@@ -53,6 +53,30 @@ def test_instructions_and_items_in_progress_stay() -> None:
         conversation.insert(entry)
     assert conversation.add(recorded("new", 0.01), may_leave=True) == ["old"]
     assert ids(conversation) == ["system", "speaking", "new"]
+
+
+QUESTION = Message(role="user", content=[Part("input_text", text="Is it warm?")])
+COUGH = Message(role="user", content=[Part("input_audio", transcript="")])
+UNHEARD, ANSWER = (Message(role="assistant", content=[Part("output_audio", transcript=each)]) for each in ("", "Yes."))
+CALL, RESULT = FunctionCall(name="f", arguments="{}", call_id="1"), FunctionCallOutput(call_id="1", output="warm")
+
+
+@pytest.mark.parametrize(
+    ("items", "is_open"),
+    [
+        ([], False),
+        ([COUGH], False),
+        ([QUESTION, COUGH], True),
+        ([QUESTION, COUGH, UNHEARD, COUGH], True),
+        ([QUESTION, ANSWER, COUGH], False),
+        ([QUESTION, ANSWER, QUESTION, UNHEARD, COUGH], True),
+        ([QUESTION, CALL, COUGH], False),
+        ([QUESTION, CALL, RESULT, UNHEARD, COUGH], True),
+        ([QUESTION, CALL, RESULT, ANSWER, COUGH], False),
+    ],
+)
+def test_a_question_is_open_until_a_word_of_an_answer_is_heard(items: list[Any], is_open: bool) -> None:
+    assert has_open_question([Entry(item) for item in items]) is is_open
 
 
 @pytest.mark.parametrize("is_too_large", [True, False])

@@ -210,11 +210,27 @@ def test_a_turn_without_words_gets_an_empty_response(talk: Session) -> None:
         response: dict[str, Any] = talk.until("response.done")[-1]["response"]
         return response
 
+    talk.send("session.update", session=TEXT)
+    talk.until("session.updated")
     assert hear(WORDLESS)["output"] == []
     assert hear(None)["output"] != []
     wordless = hear(WORDLESS)
     assert (wordless["status"], wordless["output"]) == ("completed", [])
-    assert talk.respond(**TEXT)[-1]["response"]["output"] != [], "the client asks for it"
+    assert talk.respond()[-1]["response"]["output"] != [], "the client asks for it"
+
+
+def test_a_turn_without_words_that_cuts_an_answer_before_its_first_sound_gets_an_answer(slow: Server) -> None:
+    """An answer of "hush" has words without end, and no sound."""
+    with session(slow, additional_headers={"authorization": "Bearer sesame"}) as talk:
+        detect(talk, {"type": "server_vad"}, transcription={"prompt": WORDLESS})
+        talk.ask("hush")
+        talk.send("response.create")
+        talk.until("response.output_audio_transcript.delta")
+        talk.hear(pcm(say(SENTENCES[0])) + silence(1))
+        assert talk.until("response.done")[-1]["response"]["status_details"]["reason"] == "turn_detected"
+        talk.until("response.created")
+        events = talk.until("response.output_item.added")
+        assert "response.done" not in [event["type"] for event in events]
 
 
 def test_a_user_is_not_asked_to_go_on_while_an_answer_is_in_progress(talk: Session) -> None:
