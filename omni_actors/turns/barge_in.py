@@ -10,9 +10,11 @@ Without ``ignore_backchannels``, the start of speech cuts the answer. With it, t
 | undecided| the speech lasts ``LONGEST_MS``        | CUT         | turn       |
 | undecided| the speech stops before that           | BACKCHANNEL | quiet      |
 | turn     | the speech stops                       | TURN        | quiet      |
+| turn     | ... while an answer is in progress     | CUT, TURN   | quiet      |
 
 The words are not looked at: a short "stop" is a backchannel too. Speech before the first sound of an answer is none: it
-goes on with what the user has said.
+goes on with what the user has said. The last row is for an answer that has begun while the user spoke, such as one to
+the output of a function: it would keep the turn from an answer of its own.
 """
 
 from __future__ import annotations
@@ -87,10 +89,17 @@ class BargeIn:
         self._state = _State.TURN
         return Decision.CUT
 
-    def stopped(self, event: SpeechStopped) -> list[Decision]:
-        """Return what the end of the speech means: [TURN], [BACKCHANNEL], or [CUT, TURN]."""
+    def stopped(self, event: SpeechStopped, *, answering: bool = False) -> list[Decision]:
+        """Return what the end of the speech means: [TURN], [BACKCHANNEL], or [CUT, TURN].
+
+        Args:
+            event: the end of the speech.
+            answering: whether an answer is in progress that keeps the turn from one of its own.
+        """
         cut = self.advanced(event.speech_ms)
         undecided, self._state = self._state is _State.UNDECIDED, _State.QUIET
         if undecided:
             return [Decision.BACKCHANNEL]
+        if answering and self._interrupts:
+            cut = Decision.CUT
         return [Decision.TURN] if cut is None else [cut, Decision.TURN]

@@ -33,6 +33,14 @@ def test_speech_cuts_nothing_if_it_may_not_interrupt(ignores_backchannels: bool)
     assert barge_in.stopped(SpeechStopped(9000, 8500)) == [Decision.TURN]
 
 
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_the_end_of_a_turn_cuts_an_answer_that_has_begun_meanwhile(interrupts: bool) -> None:
+    barge_in = BargeIn(interrupts=interrupts)
+    assert barge_in.started(SpeechStarted(700, 1000), playing=False, heard=False) is None
+    decisions = [Decision.CUT, Decision.TURN] if interrupts else [Decision.TURN]
+    assert barge_in.stopped(SpeechStopped(1900, 1400), answering=True) == decisions
+
+
 def test_short_speech_is_a_backchannel() -> None:
     barge_in = BargeIn(ignores_backchannels=True)
     for begin in (1000, 5000):

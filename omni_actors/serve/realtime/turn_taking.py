@@ -250,7 +250,8 @@ class TurnTaking:
                 self._time_out(event)
 
     async def _stop(self, event: SpeechStopped) -> None:
-        for decision in self._barge_in.stopped(event):
+        answering = self._settings.create_response and self._session.is_answering()
+        for decision in self._barge_in.stopped(event, answering=answering):
             if decision is Decision.CUT:
                 await self._cut()
             elif decision is Decision.BACKCHANNEL and not self._item.is_announced:
@@ -264,9 +265,9 @@ class TurnTaking:
 
     def _announce(self) -> None:
         event, self._held = self._held, None
-        assert event is not None
         if self._item.is_announced:
             return
+        assert event is not None
         self._item.speech_ms = self._begins_ms + event.speech_ms
         start_ms = round(self._begins_ms + event.at_ms)
         self._outbox.post("input_audio_buffer.speech_started", audio_start_ms=start_ms, item_id=self._item.id)

@@ -172,6 +172,27 @@ def test_speech_cuts_nothing_if_it_may_not(talk: Session) -> None:
     assert done["status_details"]["reason"] == "client_cancelled"
 
 
+@pytest.mark.parametrize("settings", [{}, {"interrupt_response": False}, {"create_response": False}])
+def test_the_end_of_a_turn_cuts_an_answer_that_has_begun_meanwhile(talk: Session, settings: dict[str, Any]) -> None:
+    """If it may not cut the answer, or gets none of its own, the answer goes on."""
+    detect(talk, {"type": "server_vad", **settings})
+    speech = pcm(say(SENTENCES[0]))
+    half = len(speech) // 4 * 2
+    talk.hear(speech[:half])
+    talk.until("input_audio_buffer.speech_started")
+    item_id = answer(talk)
+    talk.hear(speech[half:] + silence(1))
+    events = talk.until("input_audio_buffer.committed")
+    if settings:
+        assert "response.done" not in [event["type"] for event in events]
+        return
+    [done] = [event["response"] for event in events if event["type"] == "response.done"]
+    assert (done["status"], done["status_details"]["reason"]) == ("cancelled", "turn_detected")
+    [truncated] = [event for event in events if event["type"] == "conversation.item.truncated"]
+    assert truncated["item_id"] == item_id
+    assert talk.until("response.done")[-1]["response"]["status"] == "completed"
+
+
 @pytest.mark.parametrize("event", ["response.cancel", "output_audio_buffer.clear", "conversation.item.truncate"])
 def test_speech_does_not_restore_the_words_that_the_client_dropped(talk: Session, event: str) -> None:
     item_id = answer(talk)
