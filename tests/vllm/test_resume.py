@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from vllm import SamplingParams
 
 from omni_actors.stages.base import Decisions, StageOutput
+from omni_actors.stages.vllm import decided
+from omni_actors.stages.vllm.decided import entries
 from tests.vllm.test_text import embeds_of
 
 QUESTION = {"messages": [{"role": "user", "content": "Write one sentence about the sea."}]}
@@ -30,10 +34,11 @@ PARAMS: dict[str, dict[str, Any]] = {
     "repeated": {**OWN, "seed": 8, "top_k": 1, "repetition_detection": {"max_pattern_size": 1, "min_count": 2}},
     "logprobs": {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 12, "logprobs": 2},
     "prompt": {"max_tokens": 12, "prompt_logprobs": 1},
+    "both": {"max_tokens": 12, "logprobs": 0, "prompt_logprobs": 0, "stream_interval": 3, "detokenize": False},
+    "ids": {"max_tokens": 12, "logprob_token_ids": [7, 5, 7, 260]},
     "structured": {"structured_outputs": {"regex": "[0-9]{4}-[0-9]{2}"}, "seed": 2, "max_tokens": 12},
 }
-LOGPROBS = {"logprobs", "prompt"}
-"""The answers of which vLLM decodes tokens again, unless the outputs with log probabilities are not needed any more."""
+REPORTED = {"logprobs", "prompt_logprobs"}
 CLOSE = 1e-3
 """How far a log probability may be off. Other batch shapes, AVX2 and noise as in ``make test-portable`` move them by up
 to 5e-5; those of another position are far off. Ranks hold on any machine, because the tokens that are compared are
@@ -79,43 +84,90 @@ def assert_idle(driver: Any) -> None:
     assert not processor.external_req_ids
 
 
+def tokens_in(params: dict[str, Any], journal: Sequence[Decisions]) -> int:
+    """Return how many tokens a journal has."""
+    return sum(len(entry.tokens) for entry in entries(journal, sampling_of(params)))
+
+
+def left_out(params: dict[str, Any], journal: Sequence[Decisions]) -> list[Decisions]:
+    """Return the journal as if its log probabilities had not fitted."""
+    sampling = sampling_of(params)
+    return [entry._replace(logprobs=None).decisions(sampling) for entry in entries(journal, sampling)]
+
+
+def sampling_of(params: dict[str, Any]) -> SamplingParams:
+    names = "n", "logprobs", "prompt_logprobs", "logprob_token_ids"
+    return SamplingParams(**{name: params[name] for name in names if name in params}, temperature=1.0)
+
+
 def described(outputs: list[StageOutput]) -> list[tuple[Any, ...]]:
     return [(output.data, output.decisions, output.last) for output in outputs]
 
 
 def like(outputs: list[StageOutput]) -> list[tuple[Any, ...]]:
-    """What the description of the same answer equals: its log probabilities are close, and all else is the same."""
-    return [(_close(data), decisions, last) for data, decisions, last in described(outputs)]
+    """What the description of the same answer equals: its log probabilities are close, and all else is the same.
+
+    Decisions that have log probabilities say no more than the data.
+    """
+    return [
+        (_close(data), mock.ANY if REPORTED & data.keys() else decisions, last)
+        for data, decisions, last in described(outputs)
+    ]
 
 
 def _close(data: dict[str, Any]) -> dict[str, Any]:
     def token(found: dict[str, Any]) -> dict[str, Any]:
         return {**found, "logprob": pytest.approx(found["logprob"], rel=0, abs=CLOSE)}
 
-    names = data.keys() & {"logprobs", "prompt_logprobs"}
+    names = data.keys() & REPORTED
     return {**data, **{name: [found and [*map(token, found)] for found in data[name]] for name in names}}
 
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_resumed_answer_is_the_same_answer(driver: Any, name: str) -> None:
-    """The tokens of all outputs are computed at once, unless vLLM cannot restore all that follows."""
+    """The tokens of all outputs are computed at once, and log probabilities are those that were put out before."""
     params = PARAMS[name]
     whole = answer(driver, params)
     total = whole[-1].data["completion_tokens"]
     reported = sum(len(output.data.get("logprobs", ())) for output in whole)
-    assert reported == ("logprobs" in params) * total
-    assert sum(len(output.decisions) for output in whole) == total
+    assert reported == (name in ("logprobs", "both", "ids")) * total
+    assert tokens_in(params, [output.decisions for output in whole]) == total
     assert (whole[-1].data["finish_reason"] == "repetition") == (name == "repeated")
     for cut in (1, len(whole) // 2, len(whole)):
-        for needed_from in (0, cut):
-            journal = [output.decisions for output in whole[:cut]]
-            before = decoded(driver)
-            resumed = answer(driver, params, journal, needed_from)
-            assert described(resumed)[needed_from:] == like(whole)[needed_from:]
-            assert [output.decisions for output in resumed] == [output.decisions for output in whole]
-            at_once = 0 if name in LOGPROBS and not needed_from else cut
-            assert decoded(driver) - before == total - sum(map(len, journal[:at_once]))
-            assert_idle(driver)
+        journal = [output.decisions for output in whole[:cut]]
+        before = decoded(driver)
+        resumed = answer(driver, params, journal)
+        assert described(resumed)[:cut] == described(whole)[:cut]
+        assert described(resumed) == like(whole)
+        assert decoded(driver) - before == total - tokens_in(params, journal)
+        assert_idle(driver)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt"])
+def test_outputs_whose_log_probabilities_did_not_fit_are_decoded_again_if_they_are_needed(
+    driver: Any, name: str
+) -> None:
+    params = PARAMS[name]
+    whole = answer(driver, params)
+    total, cut = whole[-1].data["completion_tokens"], len(whole) // 2
+    journal = [output.decisions for output in whole[:cut]]
+    short = left_out(params, journal)
+    for mixed, needed_from, at_once in (
+        (short, 0, 0),
+        (short, 2, 2),
+        (short, cut, cut),
+        ([*journal[:3], *short[3:]], 1, 3),
+    ):
+        before = decoded(driver)
+        resumed = answer(driver, params, mixed, needed_from)
+        assert described(resumed)[needed_from:] == like(whole)[needed_from:]
+        assert [output.partial for output in resumed] == [
+            number < needed_from and len(mixed[number]) == 2 for number in range(len(whole))
+        ]
+        assert decoded(driver) - before == total - tokens_in(params, mixed[:at_once])
+        assert_idle(driver)
+    with mock.patch.object(decided, "MOST_DECISIONS", 2):
+        assert [output.decisions for output in answer(driver, params)[:cut]] == short
 
 
 def test_a_stop_string_that_begins_in_the_journal_still_stops(driver: Any) -> None:
@@ -142,26 +194,24 @@ def test_a_character_of_several_tokens_is_put_out_again(driver: Any) -> None:
 def test_a_token_with_log_probabilities_may_end_a_character_that_the_journal_begins(driver: Any) -> None:
     tokens = driver.engine._vocabulary.tokenizer.encode("A sea 🌊, é and 海.")
     params = {"max_tokens": len(tokens), "logprobs": 1}
-    whole = answer(driver, params, [(token,) for token in tokens])  # vLLM decodes each of these tokens
+    whole = answer(driver, params, [(1, token) for token in tokens])  # vLLM decodes each of these tokens
     journal = [output.decisions for output in whole]
     assert len(journal) == len(tokens)
-    for needed_from in range(1, len(tokens)):
-        resumed = answer(driver, params, journal, needed_from)
-        assert described(resumed)[needed_from:] == like(whole)[needed_from:]
+    for cut in range(1, len(tokens)):
+        resumed = answer(driver, params, [*journal[:cut], *left_out(params, journal[cut:])])
+        assert described(resumed) == like(whole)
 
 
 def test_the_journal_decides_and_not_the_model(driver: Any) -> None:
     """The journal of an answer with another seed is followed, beside another request."""
-    other = answer(driver, {**PARAMS["logprobs"], "seed": 99})
-    journal = [output.decisions for output in other[:4]]
-    for params in ({"logprobs": 2}, {}):
+    for more in ({"logprobs": 2}, {}):
+        params = {**PARAMS["greedy"], **more}
+        other = answer(driver, {**params, "temperature": 0.9, "seed": 99})
+        journal = left_out(params, [output.decisions for output in other[:4]])
         driver.start(2, max_tokens=12)
         driver.feed(2, OTHER, last=True)
-        resumed = answer(driver, {**PARAMS["greedy"], **params}, journal)
-        expected = like(other[:4])
-        if not params:
-            expected = [({"text": data["text"]}, decisions, last) for data, decisions, last in expected]
-        assert described(resumed[:4]) == expected
+        resumed = answer(driver, params, journal)
+        assert described(resumed[:4]) == like(other[:4])
         assert resumed[-1].last
 
 

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from omni_actors.stages.base import StageOutput
-from tests.vllm.test_resume import LOGPROBS, OTHER, OWN, QUESTION, answer, assert_idle, decoded, described, like
+from tests.vllm.test_resume import (
+    OTHER,
+    OWN,
+    QUESTION,
+    answer,
+    assert_idle,
+    decoded,
+    described,
+    left_out,
+    like,
+    tokens_in,
+)
 
 N = 3
 SEVERAL: dict[str, Any] = {**OWN, "n": N, "seed": 5}
@@ -47,22 +58,18 @@ def check_end(outputs: Sequence[StageOutput], whole: Sequence[StageOutput]) -> N
         assert last.data[name] == whole[-1].data[name]
 
 
-def tokens_of(outputs: Sequence[StageOutput]) -> int:
-    return sum(len(output.decisions) - 1 for output in outputs)
+def tokens_of(params: dict[str, Any], outputs: Sequence[StageOutput]) -> int:
+    return tokens_in(params, [output.decisions for output in outputs])
 
 
-def check(driver: Any, name: str, params: dict[str, Any], whole: list[StageOutput], cut: int, needed_from: int) -> None:
+def check(driver: Any, params: dict[str, Any], whole: list[StageOutput], cut: int) -> None:
     journal = [output.decisions for output in whole[:cut]]
     before = decoded(driver)
-    resumed = answer(driver, params, journal, needed_from)
-    assert described(resumed)[needed_from:cut] == like(whole)[needed_from:cut]
-    assert [output.decisions for output in resumed[:cut]] == journal
-    begun = [sum(output.data["index"] == index for output in whole[:needed_from]) for index in range(N)]
-    for at, found, expected in zip(begun, by_answer(resumed), by_answer(whole, like), strict=True):
-        assert found[at:] == expected[at:]
+    resumed = answer(driver, params, journal)
+    assert described(resumed)[:cut] == described(whole)[:cut]
+    assert by_answer(resumed) == by_answer(whole, like)
     check_end(resumed, whole)
-    at_once = 0 if name in LOGPROBS and not needed_from else cut
-    assert decoded(driver) - before == tokens_of(whole) - tokens_of(whole[:at_once])
+    assert decoded(driver) - before == tokens_of(params, whole) - tokens_of(params, whole[:cut])
     assert_idle(driver)
 
 
@@ -71,10 +78,9 @@ def test_resumed_answers_are_the_same_answers(driver: Any, name: str) -> None:
     params = PARAMS[name]
     whole = answer(driver, params)
     assert len({str(each) for each in by_answer(whole)}) == N, "the answers differ"
-    assert tokens_of(whole) == whole[-1].data["completion_tokens"]
+    assert tokens_of(params, whole) == whole[-1].data["completion_tokens"]
     for cut in (1, 2, len(whole) // 2, len(whole) - 1, len(whole)):
-        for needed_from in (0, cut):
-            check(driver, name, params, whole, cut, needed_from)
+        check(driver, params, whole, cut)
 
 
 @pytest.mark.parametrize("ends", ["tokens", "strings", "strings of text"])
@@ -93,17 +99,23 @@ def test_answers_of_which_some_have_ended_are_the_same_answers(driver: Any, ends
     ended = [at for at, output in enumerate(whole, 1) if "finish_reason" in output.data]
     assert len(set(ended)) == N
     for cut in {*ended, *(at - 1 for at in ended), *(at + 1 for at in ended[:-1])}:
-        check(driver, ends, params, whole, cut, 0)
+        check(driver, params, whole, cut)
 
 
-def test_log_probabilities_are_decoded_again_for_the_outputs_that_are_needed(driver: Any) -> None:
+def test_log_probabilities_that_did_not_fit_are_decoded_again_for_the_outputs_that_are_needed(driver: Any) -> None:
     """The prompt's are in the first output of each answer: some have these outputs before those that are needed."""
-    for more in ({"logprobs": 2}, {"prompt_logprobs": 1}, {"logprobs": 2, "prompt_logprobs": 1}):
+    for more in ({"prompt_logprobs": 1}, {"logprobs": 2, "prompt_logprobs": 1}):
         params = {**SEVERAL, **more}
         whole = answer(driver, params)
         for needed_from, cut in ((1, 3), (2, 7), (9, 14)):
-            resumed = answer(driver, params, [output.decisions for output in whole[:cut]], needed_from)
+            journal = [output.decisions for output in whole[:cut]]
+            if "logprobs" not in more:  # those of the prompt are the long ones
+                journal = [*left_out(params, journal[:N]), *journal[N:]]
+            else:
+                journal = left_out(params, journal)
+            resumed = answer(driver, params, journal, needed_from)
             assert described(resumed)[needed_from:cut] == like(whole)[needed_from:cut]
+            assert all(output.partial == (at < needed_from) for at, output in enumerate(resumed[:N]))
             begun = [sum(output.data["index"] == index for output in whole[:needed_from]) for index in range(N)]
             for at, found, expected in zip(begun, by_answer(resumed), by_answer(whole, like), strict=True):
                 assert found[at:] == expected[at:]
@@ -144,7 +156,7 @@ def test_vllms_figures_count_only_what_it_decodes(driver: Any) -> None:
         answer(driver, SEVERAL, [output.decisions for output in whole[:cut]])
     after = driver.engine.gauges()
     new = {name: after[name] - before[name] for name in before}
-    assert new["generation_tokens"] == tokens_of(whole) - tokens_of(whole[:6])
+    assert new["generation_tokens"] == tokens_of(SEVERAL, whole) - tokens_of(SEVERAL, whole[:6])
     assert new["prompt_tokens"] == 0
     assert new["time_to_first_token_seconds_count"] == N
     for name in ("time_to_first_token", "inter_token_latency", "request_queue_time"):

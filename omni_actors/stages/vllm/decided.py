@@ -12,16 +12,17 @@ position that is decided (``DecidedTokens``). ``at_once`` says which tokens thes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
-from omni_actors.stages.base import Decisions, StageRequest
+from omni_actors.stages.base import MOST_DECISIONS, Decisions, StageRequest
+from omni_actors.stages.vllm import logprobs
 
 _DECIDED = "omni_actors.decided"
 _AT_ONCE = "omni_actors.at_once"
@@ -30,46 +31,55 @@ _RESERVED = frozenset({_DECIDED, _AT_ONCE, "kv_transfer_params", "ec_transfer_pa
 
 
 class Entry(NamedTuple):
-    """What one output has decided. In a journal it is the tokens; with several answers (``n``), after the answer."""
+    """What one output has decided.
+
+    In a journal it is the tokens; with several answers (``n``), after the answer. With log probabilities, of the answer
+    or the prompt, it is also the number of tokens before them, and the log probabilities behind them if they fit.
+    """
 
     answer: int
     """The answer's index, 0 if there is only one."""
     tokens: Decisions
+    logprobs: Mapping[str, Any] | None
+    """The output's log probabilities, of all its data; None: they did not fit into the journal."""
 
-    def decisions(self, n: int) -> Decisions:
-        """Return it as an entry of the journal of a request with n answers."""
-        return self.tokens if n == 1 else (self.answer, *self.tokens)
+    def decisions(self, sampling: SamplingParams) -> Decisions:
+        """Return it as an entry of the journal of a request with these parameters."""
+        answer = () if sampling.n == 1 else (self.answer,)
+        if not logprobs.of_any(sampling):
+            return (*answer, *self.tokens)
+        short = (*answer, len(self.tokens), *self.tokens)
+        if self.logprobs is None:
+            return short
+        whole = (*short, *logprobs.to_numbers(self.logprobs))
+        return whole if len(whole) <= MOST_DECISIONS else short
 
 
-def entries(journal: Sequence[Decisions], n: int) -> list[Entry]:
-    """Return the entries of the journal of a request with n answers."""
-    return [Entry(0, each) if n == 1 else Entry(each[0], each[1:]) for each in journal]
+def entries(journal: Sequence[Decisions], sampling: SamplingParams) -> list[Entry]:
+    """Return the entries of the journal of a request with these parameters."""
+    return [_entry(decisions, sampling) for decisions in journal]
 
 
-def has_logprobs(sampling: SamplingParams) -> bool:
-    """Return whether the answer has log probabilities."""
-    return sampling.logprobs is not None or sampling.logprob_token_ids is not None
+def _entry(decisions: Decisions, sampling: SamplingParams) -> Entry:
+    if not decisions:  # of an output that brings no token
+        return Entry(0, (), {})
+    answer, rest = (0, decisions) if sampling.n == 1 else (decisions[0], decisions[1:])
+    if not logprobs.of_any(sampling):
+        return Entry(answer, rest, {})
+    end = 1 + rest[0]
+    return Entry(answer, rest[1:end], logprobs.from_numbers(rest[end:]) if rest[end:] else None)
 
 
 def at_once(journal: Sequence[Entry], request: StageRequest, sampling: SamplingParams) -> int:
     """Return of how many outputs of the journal, from the first one on, vLLM can compute the tokens in one prefill.
 
-    None of an answer with a budget for thinking: how vLLM counts after a preemption is not tested here. With log
-    probabilities of the answer, only outputs that are not needed any more: a prefill has none. With log probabilities
-    of the prompt, only the outputs before the first needed one that has these: that is the first output of an answer.
+    None of an answer with a budget for thinking: how vLLM counts after a preemption is not tested here. Otherwise those
+    before the first needed one whose log probabilities the journal does not have: a prefill has none.
     """
     if sampling.thinking_token_budget is not None:
         return 0
-    end = len(journal)
-    if has_logprobs(sampling):
-        end = min(end, request.needed_from)
-    if sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None:
-        answers = set[int]()
-        for number, entry in enumerate(journal[:end]):
-            if entry.tokens and entry.answer not in answers and number >= request.needed_from:
-                return number
-            answers |= {entry.answer} if entry.tokens else set()
-    return end
+    needed = range(request.needed_from, len(journal))
+    return next((number for number in needed if journal[number].logprobs is None), len(journal))
 
 
 def drop_reserved(sampling: SamplingParams) -> None:
@@ -81,7 +91,7 @@ def begin_with(sampling: SamplingParams, tokens: Sequence[int], at_once: int) ->
     """Return the parameters of an answer that begins with these tokens.
 
     at_once: how many of them vLLM computes in one prefill. The log probabilities of the prompt were in the first
-    output, so vLLM need not compute them again if that is among these.
+    output, so vLLM does not compute them again if that is among these.
     """
     made = copy(sampling)
     made.extra_args = {**(sampling.extra_args or {}), _DECIDED: list(tokens), _AT_ONCE: at_once}

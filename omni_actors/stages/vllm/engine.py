@@ -9,9 +9,6 @@ Rules
 4. An error that vLLM raises for a request becomes that request's ``InvalidRequest``, with vLLM's message. Any other
    exception of vLLM ends the worker. An answer that vLLM ends with the reason "error" fails: with structured outputs by
    ``InvalidRequest``, because they cannot be had; without them for now, because vLLM says that it may be sent again.
-
-If logprobs were asked for, an output's data has ``logprobs``: for each new token a list of ``{"token_id", "logprob",
-"rank", "token"}``, in vLLM's order. ``prompt_logprobs`` has the same for each token of the prompt (null for the first).
 """
 
 from __future__ import annotations
@@ -41,10 +38,10 @@ from omni_actors.stages.base import (
 )
 from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import beyond_context
-from omni_actors.stages.vllm import _internals, control, replay
+from omni_actors.stages.vllm import _internals, control, logprobs, replay
 from omni_actors.stages.vllm.adapters import DISABLED, VLLMAdapters
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, parallel, refusal, sampling_params
-from omni_actors.stages.vllm.decided import DecidedTokens, Entry, at_once, drop_reserved, entries, has_logprobs
+from omni_actors.stages.vllm.decided import DecidedTokens, Entry, at_once, drop_reserved, entries
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMSampling
 
 NOT_RESUMED = "not_resumed"
@@ -65,7 +62,7 @@ class VLLMRequest(PromptRequest[C]):
         super().__init__(request, params, collector)
         self.sampling: SamplingParams = sampling_params(params)
         drop_reserved(self.sampling)
-        journal = entries(request.journal, self.sampling.n)
+        journal = entries(request.journal, self.sampling)
         count = at_once(journal, request, self.sampling)
         if self.DECIDES_LAST_AGAIN:
             count = min(count, max(0, len(journal) - 1))
@@ -172,7 +169,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         if not self._decides_again:
             return "with speculative decoding"
         mode = self._llm.model_config.logprobs_mode
-        if has_logprobs(sampling) and mode.startswith("processed"):  # they would be those of the one possible token
+        if logprobs.of_answer(sampling) and mode.startswith("processed"):  # those would be of the one possible token
             return f"with logprobs_mode {mode!r}"
         return None
 
@@ -285,23 +282,3 @@ def _failure(params: VLLMSampling) -> InvalidRequest | TemporarilyRefused:
     param = "structured_outputs"
     message = f"vLLM has ended the answer by an error, which may come from its {param}"
     return InvalidRequest(message, param=param, code="unprocessable_input")
-
-
-def logprobs_of(output: Any, answer: Any) -> dict[str, Any]:
-    """Return the output's data about log probabilities, empty unless the request asked for them.
-
-    output: a ``RequestOutput`` of vLLM, which has the prompt's once. answer: one of its ``CompletionOutput``.
-    """
-    data: dict[str, Any] = {}
-    if answer.logprobs:
-        data["logprobs"] = [_logprobs(position) for position in answer.logprobs]
-    if output.prompt_logprobs:
-        data["prompt_logprobs"] = [position and _logprobs(position) for position in output.prompt_logprobs]
-    return data
-
-
-def _logprobs(position: Mapping[int, Any]) -> list[dict[str, Any]]:
-    return [
-        {"token_id": token, "logprob": found.logprob, "rank": found.rank, "token": found.decoded_token}
-        for token, found in position.items()
-    ]

@@ -11,7 +11,7 @@ incomplete character at the end of an answer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ from omni_actors.stages.llm.chat_template import check_chat_template
 from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.vllm.decided import Entry
-from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
+from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest
+from omni_actors.stages.vllm.logprobs import logprobs_of
 from omni_actors.stages.vllm.options import VLLMParams, VLLMSplitOptions
 
 
@@ -70,22 +71,25 @@ class TextEngine(VLLMEngine[TextRequest[Any]]):
             return self._embeds_input(raw, penalty)
 
     def _outputs_behind(self, request: TextRequest[Any], outputs: Sequence[Any]) -> Iterator[StageOutput]:
-        for output in outputs:
-            yield self._output(request, output, self._data(request, output))
+        for entry, output in zip(request.behind, outputs, strict=True):
+            yield self._output(request, entry, self._data(request, output.outputs[0], entry.logprobs or {}))
 
     def _outputs(self, request: TextRequest[Any], output: Any) -> Iterator[StageOutput]:
-        data, index = self._data(request, output), output.outputs[0].index
-        if data or len(request.undeclared[index]) >= MOST_UNDECLARED:
-            yield self._output(request, output, data)
-
-    def _data(self, request: TextRequest[Any], output: Any) -> dict[str, Any]:
-        """Take the tokens of an answer; return the data of the output, empty if the next one is to have them."""
         (answer,) = output.outputs
+        undeclared = request.undeclared[answer.index]
+        undeclared += answer.token_ids
+        logprobs = logprobs_of(output, answer)
+        data = self._data(request, answer, logprobs)
+        if data or len(undeclared) >= MOST_UNDECLARED:
+            yield self._output(request, Entry(answer.index, tuple(undeclared), logprobs), data)
+            undeclared.clear()
+
+    def _data(self, request: TextRequest[Any], answer: Any, logprobs: Mapping[str, Any]) -> dict[str, Any]:
+        """Count the tokens of an answer; return the data of the output, empty if the next one is to have them."""
         request.completion_tokens += len(answer.token_ids)
-        request.undeclared[answer.index] += answer.token_ids
         ends = answer.finish_reason is not None
         request.running -= ends
-        data = logprobs_of(output, answer)
+        data = dict(logprobs)
         if not request.sampling.detokenize:
             data["token_ids"] = list(answer.token_ids)
         elif answer.text or not request.running:
@@ -98,11 +102,8 @@ class TextEngine(VLLMEngine[TextRequest[Any]]):
             data["index"] = answer.index
         return data
 
-    def _output(self, request: TextRequest[Any], output: Any, data: dict[str, Any]) -> StageOutput:
-        """Return the output that has an answer's tokens since its last one."""
-        index = output.outputs[0].index
-        tokens = tuple(request.undeclared.pop(index))
+    def _output(self, request: TextRequest[Any], entry: Entry, data: dict[str, Any]) -> StageOutput:
         if last := not request.running:
             del self._requests[request.id]
-        decisions = Entry(index, tokens).decisions(request.sampling.n)
-        return StageOutput(request.id, data=data, last=last, decisions=decisions)
+        decisions, partial = entry.decisions(request.sampling), entry.logprobs is None
+        return StageOutput(request.id, data=data, last=last, decisions=decisions, partial=partial)

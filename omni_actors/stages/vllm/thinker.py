@@ -17,7 +17,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,7 +32,9 @@ from omni_actors.stages.multimodal.prompt import OmniPrompt
 from omni_actors.stages.omni.handoff import TalkerHandoff
 from omni_actors.stages.omni.prompt_engine import OmniPromptEngine, OmniRequest
 from omni_actors.stages.vllm._internals import HiddenStates
-from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest, logprobs_of
+from omni_actors.stages.vllm.decided import Entry
+from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest
+from omni_actors.stages.vllm.logprobs import logprobs_of
 from omni_actors.stages.vllm.media import to_prompt
 from omni_actors.stages.vllm.options import VLLMThinkerParams
 
@@ -63,10 +65,10 @@ class ThinkerRequest(OmniRequest, VLLMRequest[OmniPrompt]):
         """Whether the tokens are to be declared now, also without a text."""
         return len(self._undeclared) >= MOST_UNDECLARED
 
-    def decisions(self) -> Decisions:
-        """Return the tokens that no output has declared yet."""
+    def decisions(self, data: Mapping[str, Any]) -> Decisions:
+        """Declare the tokens that no output has declared yet, in the output with this data."""
         tokens, self._undeclared = tuple(self._undeclared), []
-        return tokens
+        return Entry(0, tokens, data).decisions(self.sampling)
 
 
 R = TypeVar("R", bound=ThinkerRequest)
@@ -173,11 +175,13 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
     def _put_out(self, request: R, computed: int) -> Iterator[StageOutput]:
         """Put outputs out again. computed: the answer's positions whose rows are there; negative: in the prompt."""
         while request.put_out < len(request.behind):
-            tokens = request.behind[request.put_out].tokens
-            if request.answer.tokens + len(tokens) - 1 > computed:
+            entry = request.behind[request.put_out]
+            if request.answer.tokens + len(entry.tokens) - 1 > computed:
                 break
             request.put_out += 1
-            yield msgspec.structs.replace(self._answer(request, tokens, {}), decisions=tokens)
+            made = self._answer(request, entry.tokens, dict(entry.logprobs or {}))
+            decisions, partial = entry.decisions(request.sampling), entry.logprobs is None
+            yield msgspec.structs.replace(made, decisions=decisions, partial=partial)
 
     def _chunks(self, request: R, handoff: TalkerHandoff) -> Iterator[StageOutput]:
         while handoff.waiting >= CHUNK and handoff.taken + CHUNK < handoff.size:
@@ -191,7 +195,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         reason = answer.finish_reason if output.finished else None
         made = self._answer(request, answer.token_ids, logprobs_of(output, answer), reason)
         if made.data or made.downstream or request.is_due:
-            yield msgspec.structs.replace(made, decisions=request.decisions())
+            yield msgspec.structs.replace(made, decisions=request.decisions(made.data))
 
     def _answer(
         self, request: R, new: Sequence[int], data: dict[str, Any], finish_reason: str | None = None

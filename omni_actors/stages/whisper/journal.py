@@ -11,12 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from omni_actors.stages.base import Decisions
-
-_BYTES = 8
-"""Bytes of a number."""
+from omni_actors.stages.packing import pack, unpack
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -43,15 +40,12 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
 
 
 def decisions(window: Window) -> Decisions:
-    """Return the decisions of the first output of a window: the number of bytes, and the bytes as 64-bit integers."""
-    encoded = msgspec.msgpack.encode(window)
-    padded = encoded.ljust(-(-len(encoded) // _BYTES) * _BYTES, b"\0")
-    return (len(encoded), *np.frombuffer(padded, "<i8").tolist())
+    """Return the decisions of the first output of a window."""
+    return pack(msgspec.msgpack.encode(window))
 
 
 def windows(journal: Iterable[Decisions]) -> Iterator[Window]:
     """Yield the windows of a journal. Outputs behind the first one of a window have no decisions."""
     for entry in journal:
         if entry:
-            size, *numbers = entry
-            yield msgspec.msgpack.decode(np.array(numbers, "<i8").tobytes()[:size], type=Window)
+            yield msgspec.msgpack.decode(unpack(entry), type=Window)
