@@ -157,6 +157,7 @@ def test_outputs_whose_log_probabilities_did_not_fit_are_decoded_again_if_they_a
         (short, 2, 2),
         (short, cut, cut),
         ([*journal[:3], *short[3:]], 1, 3),
+        ([*journal[:2], *short[2:3], *journal[3:]], 0, 2),
     ):
         before = decoded(driver)
         resumed = answer(driver, params, mixed, needed_from)

@@ -11,6 +11,7 @@ from omni_actors.stages.base import StageOutput
 from tests.support.closeness import assert_same_results
 from tests.support.conformance import chunks
 from tests.support.engine_cases import shown
+from tests.vllm.test_resume import described, like, tokens_in
 
 CONVERSATION: list[Any] = [({"messages": [{"role": "user", "content": "tell me a story about the sea . " * 40}]}, {})]
 """Its rows go in two chunks, before the answer."""
@@ -18,6 +19,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stop": {"stop": ["zzzz", "never said"]},
     "intervals": {"stream_interval": 4},
+    "logprobs": {"logprobs": 1},
     "structure": {"structured_outputs": {"regex": "[a-z ]{12}"}},
 }
 TOKENS = 24
@@ -47,9 +49,11 @@ def check(driver: Any, asked: list[Any], **params: Any) -> None:
     for cut in (prompt, prompt + 1, len(whole) // 2, len(whole) - 1, len(whole)):
         before = driver.engine.gauges()["generation_tokens"]
         resumed = answer(driver, asked, whole[:cut], **params)
-        assert [output.decisions for output in resumed] == [output.decisions for output in whole]
-        assert_same_results(chunks(resumed), chunks(whole))
-        at_once = sum(len(output.decisions) for output in whole[: max(0, cut - 1)])
+        assert [output.decisions for output in resumed[:cut]] == [output.decisions for output in whole[:cut]]
+        assert [output.data for output in resumed[:cut]] == [output.data for output in whole[:cut]]
+        assert described(resumed) == like(whole)
+        assert_same_results(*([tensors for _, tensors, _ in chunks(each)] for each in (resumed, whole)))
+        at_once = tokens_in(params, [output.decisions for output in whole[: max(0, cut - 1)]])
         decoded = driver.engine.gauges()["generation_tokens"] - before
         assert decoded == whole[-1].data["completion_tokens"] - at_once
 
@@ -59,7 +63,7 @@ def check(driver: Any, asked: list[Any], **params: Any) -> None:
 def test_a_resumed_answer_has_the_same_text_and_rows(driver: Any, name: str, downstream: bool) -> None:
     rows = [output.downstream["rows"] for output in answer(driver, CONVERSATION, []) if not output.decisions]
     assert len(rows) > 0, "a chunk of rows before the answer"
-    leads = answer(driver, CONVERSATION, [], **PARAMS[name], logprobs=2, downstream=False)
+    leads = answer(driver, CONVERSATION, [], **{**PARAMS[name], "logprobs": 2, "downstream": False})
     tops = [sorted(each["logprob"] for each in found) for output in leads for found in output.data["logprobs"]]
     assert len(tops) == leads[-1].data["completion_tokens"]
     assert all(top[-1] - top[-2] > LEAD for top in tops) or name == "structure"

@@ -6,6 +6,8 @@ prompt and all tokens of the answer, in one prefill. So a resumed answer gets it
 restores it after every preemption: penalties, ``min_tokens``, bad words, custom logits processors, and counts. Random
 numbers go on where they were. vLLM's own functions find the end of the answer, stop strings and a structure's state.
 
+A prefill has no log probabilities. So they are in the journal, beside the tokens (``Entry``).
+
 What vLLM cannot restore it computes again, one step per token: a logits processor leaves one possible token at each
 position that is decided (``DecidedTokens``). ``at_once`` says which tokens these are.
 """

@@ -69,7 +69,7 @@ class VLLMRequest(PromptRequest[C]):
         self.behind = [entry for entry in journal[:count] if entry.tokens]
         """The first outputs with tokens. The tokens are computed in one prefill."""
         self.again = [entry for entry in journal[count:] if entry.tokens]
-        """The outputs behind these, whose tokens vLLM decides again."""
+        """The outputs behind these, whose tokens vLLM decides again, until it has decided them."""
         self._due = deque(entry.answer for entry in self.again for _ in entry.tokens)
         self._held = list[Any]()
 
@@ -87,6 +87,19 @@ class VLLMRequest(PromptRequest[C]):
 
     def _is_due(self, output: Any) -> bool:
         return not self._due or self._due[0] == output.outputs[0].index
+
+    def logprobs_of(self, output: Any) -> Mapping[str, Any]:
+        """Return the data about log probabilities of an output of vLLM: the journal's, if they were put out before.
+
+        With log probabilities of an answer, each output of vLLM is an output of the engine, so they match.
+        """
+        (answer,) = output.outputs
+        before = next((entry for entry in self.again if entry.answer == answer.index), None)
+        if before is not None and before.tokens == tuple(answer.token_ids):
+            self.again.remove(before)
+            if before.logprobs:
+                return before.logprobs
+        return logprobs.logprobs_of(output, answer)
 
 
 R = TypeVar("R", bound=VLLMRequest[Any])
@@ -160,16 +173,17 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
     def start(self, request: StageRequest) -> None:
         super().start(request)
         resumed = self._requests[request.request_id]
-        if resumed.again and (why := self._why_not_again(resumed.sampling)) is not None:
+        if resumed.again and (why := self._why_not_again(resumed)) is not None:
             self.abort(request.request_id)
             raise TemporarilyRefused(f"its worker died, and {why}, such a request is not resumed", code=NOT_RESUMED)
 
-    def _why_not_again(self, sampling: SamplingParams) -> str | None:
+    def _why_not_again(self, request: R) -> str | None:
         """Return why vLLM cannot decide tokens again; None: it can."""
         if not self._decides_again:
             return "with speculative decoding"
         mode = self._llm.model_config.logprobs_mode
-        if logprobs.of_answer(sampling) and mode.startswith("processed"):  # those would be of the one possible token
+        missing = any(entry.logprobs is None for entry in request.again) and logprobs.of_answer(request.sampling)
+        if missing and mode.startswith("processed"):  # they would be those of the one possible token
             return f"with logprobs_mode {mode!r}"
         return None
 

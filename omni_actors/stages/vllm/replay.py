@@ -53,7 +53,7 @@ class Answer:
         return self._grammar is None or self._grammar.exception() is None
 
     def put(self, tokens: Decisions) -> Any:
-        """Put in the tokens of one output; return vLLM's ``RequestOutput``.
+        """Put in the tokens of one output; return vLLM's ``RequestOutput``, whose log probabilities mean nothing.
 
         An answer that ends with them is removed from the scheduler. The figures of vLLM do not count them.
         """

@@ -26,7 +26,6 @@ from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
 from omni_actors.stages.refusal import request_work, validated
 from omni_actors.stages.vllm.decided import Entry
 from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest
-from omni_actors.stages.vllm.logprobs import logprobs_of
 from omni_actors.stages.vllm.options import VLLMParams, VLLMSplitOptions
 
 
@@ -78,7 +77,7 @@ class TextEngine(VLLMEngine[TextRequest[Any]]):
         (answer,) = output.outputs
         undeclared = request.undeclared[answer.index]
         undeclared += answer.token_ids
-        logprobs = logprobs_of(output, answer)
+        logprobs = request.logprobs_of(output)
         data = self._data(request, answer, logprobs)
         if data or len(undeclared) >= MOST_UNDECLARED:
             yield self._output(request, Entry(answer.index, tuple(undeclared), logprobs), data)

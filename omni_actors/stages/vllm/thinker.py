@@ -34,7 +34,6 @@ from omni_actors.stages.omni.prompt_engine import OmniPromptEngine, OmniRequest
 from omni_actors.stages.vllm._internals import HiddenStates
 from omni_actors.stages.vllm.decided import Entry
 from omni_actors.stages.vllm.engine import VLLMEngine, VLLMRequest
-from omni_actors.stages.vllm.logprobs import logprobs_of
 from omni_actors.stages.vllm.media import to_prompt
 from omni_actors.stages.vllm.options import VLLMThinkerParams
 
@@ -193,7 +192,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
         (answer,) = output.outputs
         request.decide(answer.token_ids)
         reason = answer.finish_reason if output.finished else None
-        made = self._answer(request, answer.token_ids, logprobs_of(output, answer), reason)
+        made = self._answer(request, answer.token_ids, dict(request.logprobs_of(output)), reason)
         if made.data or made.downstream or request.is_due:
             yield msgspec.structs.replace(made, decisions=request.decisions(made.data))
 
