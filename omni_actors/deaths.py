@@ -13,15 +13,16 @@ class WorkerExit:
     """How a worker ended.
 
     Attributes:
-        pid: Its process.
+        pid: Its process; None if no process was started.
         signal: Name of the signal that ended it, such as "SIGKILL"; None if it exited.
-        exit_code: Its exit code; None if a signal ended it.
+        exit_code: Its exit code; None if a signal ended it, or no process was started.
         stderr_tail: The last lines that it wrote to stderr.
-        reason: Why the supervisor ended it ("no progress for 30 s (step_timeout_s)"); None if it died by itself.
+        reason: Why the supervisor ended it ("no progress for 30 s (step_timeout_s)"), or why no process was started;
+            None if it died by itself.
         node: The node on which it ran; None without a cluster.
     """
 
-    pid: int
+    pid: int | None
     signal: str | None
     exit_code: int | None
     stderr_tail: tuple[str, ...] = ()
@@ -36,7 +37,8 @@ class WorkerExit:
     def __str__(self) -> str:
         how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
         where = f" on node {self.node}" if self.node else ""
-        return f"pid {self.pid}{where} {how}" + (f": {self.reason}" if self.reason else "")
+        what = f"pid {self.pid}{where} {how}" if self.pid is not None else "no process was started"
+        return what + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True)

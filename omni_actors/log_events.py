@@ -6,7 +6,7 @@ Rules
 2. A library prints nothing by itself, so that logger has a ``NullHandler``: an event is shown once a program configures
    logging (``serve.logs`` does for the server).
 3. Times are seconds. ``signal`` is a name such as "SIGKILL", and None if the worker exited; ``exit_code`` is None if a
-   signal ended it. A worker that could not be started has no pid.
+   signal ended it. All three are None, the pid too, if no process was started.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class WorkerDied(WorkerEnd, frozen=True, kw_only=True):
     """A worker has died, or the supervisor ended it.
 
     Attributes:
-        reason: why the supervisor ended it, or why it could not be started; None if it died by itself.
+        reason: why the supervisor ended it, or why no process was started; None if it died by itself.
         requests: how many requests it held.
     """
 
@@ -86,8 +86,6 @@ class WorkerDied(WorkerEnd, frozen=True, kw_only=True):
     requests: int
 
     def __str__(self) -> str:
-        if self.pid is None:
-            return f"{self.worker} could not be started: {self.reason}"
         exit = WorkerExit(self.pid, self.signal, self.exit_code, reason=self.reason, node=self.node)
         return f"{self.worker} died: {exit}; it held {_requests(self.requests)}"
 

@@ -22,7 +22,6 @@ from omni_actors.errors import (
 )
 from omni_actors.protocol.messages import Abort, Address
 from omni_actors.supervisor.process import LocalWorker
-from omni_actors.supervisor.supervisor import NOT_STARTED
 from omni_actors.system import OmniSystem
 from tests.support.echo_systems import (
     WATCHDOG_S,
@@ -144,7 +143,9 @@ async def test_a_lack_of_memory_for_a_death_mutex_fails_the_start_not_the_parent
             patched.setattr("os.posix_fallocate", full)
             await wait_for(omni, lambda: len(omni.health().stages["only"][0].history) >= 2)
         await wait_for(omni, lambda: omni.health().ready)
-        assert omni.health().stages["only"][0].history[1].exit_code == NOT_STARTED
+        failed = omni.health().stages["only"][0].history[1]
+        assert (failed.pid, failed.exit_code) == (None, None)
+        assert "No space left on device" in (failed.reason or "")
         assert len(await read(ask(omni))) == 1
 
 

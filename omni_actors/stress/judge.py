@@ -59,11 +59,14 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class ObservedDeath:
-    """The death of a worker, as the system reported it. at: when, by the clock of the watch, in seconds."""
+    """The death of a worker, as the system reported it. at: when, by the clock of the watch, in seconds.
+
+    pid: None if no process was started.
+    """
 
     stage: str
     replica: int
-    pid: int
+    pid: int | None
     exit: str
     at: float
 
@@ -121,14 +124,20 @@ class Period:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Ends of workers that a fault of a node explains: those whose reason has one of these words, in this time."""
+    """Ends of workers that a fault of a node explains: those whose reason has one of these words, in this time.
+
+    failed_starts: whether the fault also explains workers of which no process was started.
+    """
 
     words: tuple[str, ...]
     began: float
     ended: float
+    failed_starts: bool = False
 
     def covers(self, death: ObservedDeath) -> bool:
-        return self.began <= death.at <= self.ended and any(each in death.exit for each in self.words)
+        if not self.began <= death.at <= self.ended:
+            return False
+        return any(each in death.exit for each in self.words) or (self.failed_starts and death.pid is None)
 
 
 @dataclass(frozen=True)
@@ -250,14 +259,15 @@ def _touches(death: ObservedDeath, request: TrackedRequest) -> bool:
 
 def check_deaths(
     deaths: Sequence[ObservedDeath],
-    killed: Collection[int],
+    killed: Collection[int | None],
     requested_deaths: Mapping[str, int],
     scaled: Collection[Period] = (),
     explanations: Collection[Explanation] = (),
 ) -> tuple[list[Violation], Counter[str]]:
     """Return the deaths without a cause, and what is left of ``requested_deaths``.
 
-    killed: pids that the harness killed. requested_deaths: by stage, how many deaths it caused without naming a pid.
+    killed: pids that the harness killed; None among them: it made starts fail.
+    requested_deaths: by stage, how many deaths it caused without naming a pid.
     scaled: when it scaled stages. explanations: what its faults of nodes explain.
     """
     left = Counter(requested_deaths)

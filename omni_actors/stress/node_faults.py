@@ -32,7 +32,6 @@ from omni_actors.system import ReplicaHealth
 
 EXPLAINED_S: Final = 2 * LEASE_S
 LINKS_EXPLAINED_S: Final = 4 * LINK_S
-NEVER_STARTED: Final = "pid 0 "
 Injection = TypeVar("Injection")
 
 
@@ -143,8 +142,8 @@ class NodeFaults(Generic[Injection]):
     def _lose(self, fault: str, agent: RemoteAgent) -> list[Injection]:
         """Note that an agent is about to end."""
         now = time.monotonic()
-        explained = (NODE_LOST + agent.node, NEVER_STARTED)
-        self.explanations.append(Explanation(explained, now, now + EXPLAINED_S))
+        explained = Explanation((NODE_LOST + agent.node,), now, now + EXPLAINED_S, failed_starts=True)
+        self.explanations.append(explained)
         workers = self._workers(agent)
         self._killed.update([agent.pid, *(pid for _, pid, _ in workers)])
         if not workers:

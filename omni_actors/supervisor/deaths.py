@@ -38,7 +38,7 @@ class DeathHandler:
         incarnation, now = replica.incarnation, trio.current_time()
         is_spare = self._listener.is_spare(replica.address)
         node = None if incarnation.worker is None else incarnation.worker.node
-        exit = replace(exit, reason=incarnation.reason, node=node)
+        exit = replace(exit, reason=incarnation.reason or exit.reason, node=node)
         replica.outage = outage = replica.outage or Outage(now)
         outage.exit = outage.exit or exit
         replica.history.append(Death(replica.generation, time.time(), exit))

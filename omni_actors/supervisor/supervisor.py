@@ -44,8 +44,6 @@ from omni_actors.supervisor.listener import Listener, ProtocolViolation
 from omni_actors.supervisor.process import PlaceLost, Spawner, SpawnFailed, Worker
 from omni_actors.supervisor.replica import Replica, ReplicaState
 
-NOT_STARTED = 127
-"""Exit code, with pid 0, of a worker that could not be started: the code that a shell uses."""
 MESSAGES_A_TURN = 16
 """The most messages of one worker that are handled before other tasks run."""
 
@@ -208,7 +206,7 @@ class Supervisor:
                     await self._run_worker(replica)
                     nursery.cancel_scope.cancel()
             if incarnation.reason is not None and not incarnation.over:
-                self._deaths.report(replica, WorkerExit(0, None, NOT_STARTED))  # killed while it was being spawned
+                self._deaths.report(replica, WorkerExit(None, None, None))  # killed while it was being spawned
         finally:
             died = incarnation.state is IncarnationState.DEAD
             incarnation.advance(IncarnationEvent.END)
@@ -272,7 +270,7 @@ class Supervisor:
                 incarnation.reason = incarnation.reason or str(error)
             else:
                 incarnation.load_error = str(error)
-            self._deaths.report(replica, WorkerExit(0, None, NOT_STARTED, (str(error),)))
+            self._deaths.report(replica, WorkerExit(None, None, None, reason=str(error)))
         finally:
             incarnation.device_locks.release()
 

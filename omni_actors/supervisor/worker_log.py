@@ -28,8 +28,7 @@ def ready(replica: Replica) -> None:
 
 def died(replica: Replica, exit: WorkerExit, requests: int) -> None:
     """Log a death. requests: how many the worker held."""
-    reason = exit.reason if exit.pid else exit.reason or replica.incarnation.load_error
-    record(WorkerDied(**_end(replica, exit), reason=reason, requests=requests))
+    record(WorkerDied(**_end(replica, exit), reason=exit.reason, requests=requests))
 
 
 def given_up(replica: Replica, exit: WorkerExit, why: str, requests: int) -> None:
@@ -41,7 +40,7 @@ def given_up(replica: Replica, exit: WorkerExit, why: str, requests: int) -> Non
 
 def _end(replica: Replica, exit: WorkerExit) -> dict[str, Any]:
     """Return the fields of a log event about the end of a replica's current worker."""
-    return {**_identity(replica), "pid": exit.pid or None, "signal": exit.signal, "exit_code": exit.exit_code}
+    return {**_identity(replica), "pid": exit.pid, "signal": exit.signal, "exit_code": exit.exit_code}
 
 
 def _identity(replica: Replica) -> dict[str, Any]:

@@ -16,16 +16,16 @@ class PastExit(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         generation: Generation number of the worker.
         at: When it ended, in Unix time.
-        pid: Its process.
-        exit_code: Its exit code; None if a signal ended it.
+        pid: Its process; None if no process was started.
+        exit_code: Its exit code; None if a signal ended it, or no process was started.
         signal: Name of the signal that ended it, such as "SIGKILL"; None if it exited.
-        reason: Why the supervisor ended it; None if it died by itself.
+        reason: Why the supervisor ended it, or why no process was started; None if it died by itself.
         node: The node on which it ran; None without a cluster.
     """
 
     generation: int
     at: float
-    pid: int
+    pid: int | None
     exit_code: int | None
     signal: str | None
     reason: str | None

@@ -40,9 +40,9 @@ class LiveDeath(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         generation: Its generation number.
         at: When it died, in Unix time.
         how: How, in words.
-        pid: Its process.
-        signal, exit_code: The signal that ended it, or its exit code.
-        reason: Why the supervisor ended it; None if it died by itself.
+        pid: Its process; None if no process was started.
+        signal, exit_code: The signal that ended it, or its exit code; both None if no process was started.
+        reason: Why the supervisor ended it, or why no process was started; None if it died by itself.
         stderr: The last lines that it wrote to stderr.
         node: The node on which it ran; None without a cluster.
     """
@@ -50,7 +50,7 @@ class LiveDeath(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     generation: int
     at: float
     how: str
-    pid: int
+    pid: int | None = None
     signal: str | None = None
     exit_code: int | None = None
     reason: str | None = None

@@ -108,6 +108,13 @@ def test_a_fault_of_a_node_explains_ends_that_name_it_in_its_time() -> None:
     assert len(found) == len(foreign)
 
 
+def test_only_the_loss_of_an_agent_explains_a_worker_that_was_not_started() -> None:
+    unstarted = ObservedDeath("first", 0, None, "no process was started: the agent has no memory left", 12.0)
+    lost, cut = (Explanation(("n1",), 10.0, 20.0, failed_starts=each) for each in (True, False))
+    assert check_deaths([unstarted], set(), {}, explanations=[lost])[0] == []
+    assert len(check_deaths([unstarted], set(), {}, explanations=[cut])[0]) == 1
+
+
 @pytest.mark.usefixtures("needs_cuts")
 def test_connections_of_another_process_are_cut() -> None:
     """Of two connections of a child, the one that it has accepted is cut."""

@@ -260,7 +260,9 @@ async def test_a_failed_spawn_counts_as_a_failed_start(autojump_clock: trio.test
         await trio.testing.wait_all_tasks_blocked()
         await system.settle()
         (failure,) = system.failures
-        assert (failure.generation, failure.exit_code, failure.stderr_tail) == (4, 127, ("no process for a.0",))
+        assert (failure.generation, failure.pid, failure.signal, failure.exit_code) == (4, None, None, None)
+        assert failure.stderr_tail == ()
+        assert str(failure.exits[-1]) == "no process was started: no process for a.0"
 
 
 def test_restart_delays_double_up_to_the_bound_and_spread() -> None:

@@ -42,7 +42,7 @@ class FaultInjector:
         self.start_fault_rate = draw.choice((0.0, 0.05, 0.15))
         self._turn_s = draw.choice((0.0, 0.0, 0.001, 0.02))
         self.use(SimulatedSpawner(self.behavior, journal.note))
-        self.explained: set[int] = set()
+        self.explained: set[int | None] = set()
         """pids of workers that may die."""
         self.failed_at_start: set[str] = set()
         """Stages whose first worker was made to fail."""
@@ -148,7 +148,7 @@ class FaultInjector:
             return WorkerBehavior(load_s, self._turn_s, draw.choice((0.0, DYING_S / 2)))
         fault = START_FAULTS[int(drawn * 4)]
         self._journal.injected(fault)
-        self.explained.add(0 if fault == "no process" else pid)
+        self.explained.add(None if fault == "no process" else pid)
         if first and fault != "slow start":
             self.failed_at_start.add(address.stage)
         if fault == "no process":

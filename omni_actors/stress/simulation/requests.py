@@ -141,7 +141,7 @@ class SimulatedClient(Client[SimulatedRequest]):
 
     # what their outcomes must be
 
-    def requested_deaths(self, injected: Set[int]) -> Counter[str]:
+    def requested_deaths(self, injected: Set[int | None]) -> Counter[str]:
         """Return the most deaths per stage that poison requests may have caused. injected: pids of other deaths."""
         requested: Counter[str] = Counter()
         for request, stage in self._poison.items():
