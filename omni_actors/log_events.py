@@ -107,27 +107,27 @@ class WorkerRestarted(WorkerSuccessor, frozen=True, kw_only=True):
     """A new worker of a replica was started after a death, and loads its engine.
 
     Attributes:
-        since_death_s: the time since the death, or since the worker was killed or given up with its node.
+        down_s: the time since the worker before died, was killed, or was given up with its node; failed restarts are
+            included.
     """
 
-    since_death_s: float
+    down_s: float
 
     def __str__(self) -> str:
-        return f"{self.worker} was restarted as pid {self.pid}, {self.since_death_s:.2f} s after the death"
+        return f"{self.worker} was restarted as pid {self.pid}, after it was down for {self.down_s:.2f} s"
 
 
 class WorkerRecovered(WorkerSuccessor, frozen=True, kw_only=True):
     """A replica is ready again.
 
     Attributes:
-        lost_s: the time since the worker before died, was killed, or was given up with its node; failed restarts are
-            included.
+        down_s: as of ``WorkerRestarted``.
     """
 
-    lost_s: float
+    down_s: float
 
     def __str__(self) -> str:
-        return f"{self.worker} is ready again as pid {self.pid}; it was down for {self.lost_s:.2f} s"
+        return f"{self.worker} is ready again as pid {self.pid}; it was down for {self.down_s:.2f} s"
 
 
 class RequestsReplayed(WorkerEnd, frozen=True, kw_only=True):
@@ -136,19 +136,19 @@ class RequestsReplayed(WorkerEnd, frozen=True, kw_only=True):
     Attributes:
         requests: how many.
         resumed: of these, how many of which a resumable stage starts again: from its decisions, if it has made any.
-        lost_s: the time from the death until the last of them was dispatched again.
+        replayed_after_s: the time from the death until the last of them was dispatched again.
         successors: the replicas of the stage that go on with them.
     """
 
     requests: int
     resumed: int
-    lost_s: float
+    replayed_after_s: float
     successors: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         were = "was" if self.requests == 1 else "were"
         how = "replayed" if not self.resumed else f"replayed ({self.resumed} resumed)"
-        after = f"{self.lost_s:.2f} s after the death of {self.worker}"
+        after = f"{self.replayed_after_s:.2f} s after the death of {self.worker}"
         others = [f"{each}" for each in self.successors if each != self.replica]
         by = f", by replica {' and '.join(others)}" if others else ""
         return f"{_requests(self.requests)} {were} {how} {after}{by}"
@@ -181,14 +181,14 @@ class ReplicaGivenUp(WorkerEnd, frozen=True, kw_only=True):
         reason: why.
         retry_in_s: when it is tried again; None if it is not.
         requests: how many requests have ended because their stage has no replica left.
-        lost_s: the time since it was last ready.
+        down_s: as of ``WorkerRestarted``: the time since it was last ready.
     """
 
     level: ClassVar[int] = logging.ERROR
     reason: str
     retry_in_s: float | None
     requests: int
-    lost_s: float
+    down_s: float
 
     def __str__(self) -> str:
         retry = "not tried again" if self.retry_in_s is None else f"tried again in {self.retry_in_s:g} s"

@@ -72,8 +72,11 @@ class Placement:
         stage, address = replica.address.stage, replica.address
         return replica.accepts_work and address not in self._reserved and replica not in self._free(stage)
 
-    def is_spare(self, replica: Replica) -> bool:
-        """Return whether a stage does without a replica that has just died: a standby, or one that would become one."""
+    def was_standby(self, replica: Replica) -> bool:
+        """Return whether a replica that has just died served no requests.
+
+        It was a standby, or was loading to become one.
+        """
         if self._load(replica.address) or replica.address in self._reserved:
             return False
         before = [

@@ -23,10 +23,10 @@ class ReplayLog:
         """By these, the reason and whether the requests may be sent again."""
         self._added = trio.lowlevel.ParkingLot()
 
-    def add(self, crash: StageCrashed, lost_s: float, *, is_resumed: bool, successor: int | None) -> None:
+    def add(self, crash: StageCrashed, after_s: float, *, is_resumed: bool, successor: int | None) -> None:
         """Count a replay.
 
-        crash: the latest death that made it necessary, ``lost_s`` seconds ago. is_resumed: whether a resumable stage
+        crash: the latest death that made it necessary, ``after_s`` seconds ago. is_resumed: whether a resumable stage
         starts again. successor: the replica of that death's stage that goes on with the request; None: the stage does
         not start again.
         """
@@ -37,7 +37,7 @@ class ReplayLog:
             **_worker(crash),
             requests=1 + (earlier.requests if earlier else 0),
             resumed=is_resumed + (earlier.resumed if earlier else 0),
-            lost_s=max(round(lost_s, 3), earlier.lost_s if earlier else 0.0),
+            replayed_after_s=max(round(after_s, 3), earlier.replayed_after_s if earlier else 0.0),
             successors=tuple(sorted(successors)),
         )
         self._added.unpark_all()

@@ -34,7 +34,8 @@ class Phase(TableKey):
     WAITING = "waiting"
     """The worker died, and the stage waits for a ready replica to start again."""
     RESTARTING = "restarting"
-    """A replica was sent a new ``Start`` and has not confirmed it: no input is sent to it yet."""
+    """A replica was chosen, and has not confirmed its ``Start`` yet. That is sent once the living stages downstream have
+    answered ``Switch``."""
 
 
 class StageEvent(TableKey):
@@ -126,7 +127,7 @@ class ReplayState:
         self._place(StageEvent.DISPATCH, placement, restarted=False)
 
     def restarted(self, placement: Mapping[str, Address]) -> None:
-        """These waiting stages are sent a ``Start`` again, at these replicas."""
+        """These waiting stages start again at these replicas; their ``Start`` may follow later."""
         self._place(StageEvent.RESTART, placement, restarted=True)
 
     def started(self, stage: str) -> None:

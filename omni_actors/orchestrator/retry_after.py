@@ -9,24 +9,15 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
-from omni_actors.errors import InvalidRequest, TemporarilyRefused
 from omni_actors.orchestrator.request import Request
-from omni_actors.protocol.messages import Refused
 
 SHORTEST_S, LONGEST_S = 1.0, 60.0
 SAMPLED = 256
 """How many requests in flight are looked at, so that a refusal costs the same however many there are."""
 RECENT = 32
 """How many of the latest requests the estimate is taken from."""
-
-
-def refusal(refused: Refused, retry_after_s: Callable[[], float]) -> InvalidRequest | TemporarilyRefused:
-    """Return the error of a request that an engine refused. retry_after_s: the estimate, for one that may try again."""
-    if refused.retryable:
-        return TemporarilyRefused(refused.message, code=refused.code, retry_after_s=retry_after_s())
-    return InvalidRequest(refused.message, param=refused.param, code=refused.code)
 
 
 class RetryAfterEstimator:

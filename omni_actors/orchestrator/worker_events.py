@@ -14,7 +14,6 @@ from omni_actors.orchestrator.readers import Readers
 from omni_actors.orchestrator.replay_execution import ReplayExecution
 from omni_actors.orchestrator.replay_state import StageEvent
 from omni_actors.orchestrator.request import EndRequest
-from omni_actors.orchestrator.retry_after import refusal
 from omni_actors.orchestrator.suspects import Suspects
 from omni_actors.protocol import chunks, messages
 from omni_actors.protocol.journal import JournalCorrupted
@@ -26,6 +25,15 @@ _NOTICE_EVENTS = {
     messages.Finished: StageEvent.FINISH,
     messages.Unreplayable: StageEvent.UNREPLAYABLE,
 }
+
+
+def error_of(
+    refused: messages.Refused, retry_after_s: Callable[[], float]
+) -> errors.InvalidRequest | errors.TemporarilyRefused:
+    """Return the error of a request that an engine refused. retry_after_s: the estimate, for one that may try again."""
+    if refused.retryable:
+        return errors.TemporarilyRefused(refused.message, code=refused.code, retry_after_s=retry_after_s())
+    return errors.InvalidRequest(refused.message, param=refused.param, code=refused.code)
 
 
 class WorkerEvents:
@@ -56,8 +64,8 @@ class WorkerEvents:
         self._suspects.worker_ready(address)  # before other requests are dispatched: a trial needs an unused replica
         self._dispatcher.dispatch_waiting()
 
-    def is_spare(self, address: messages.Address) -> bool:
-        return self._dispatcher.placement.is_spare(self._dispatcher.placement.replicas[address])
+    def was_standby(self, address: messages.Address) -> bool:
+        return self._dispatcher.placement.was_standby(self._dispatcher.placement.replicas[address])
 
     def on_worker_died(self, address: messages.Address, exit: errors.WorkerExit, failed_request: int | None) -> bool:
         return self._suspects.worker_died(address, exit, failed_request)
@@ -100,7 +108,7 @@ class WorkerEvents:
                 self._suspects.stage_finished(request, stage)
                 self._replays.progressed(request)
             case messages.Refused():
-                self._end(request, Event.FAIL, refusal(message, self._retry_after_s))
+                self._end(request, Event.FAIL, error_of(message, self._retry_after_s))
             case messages.Unreplayable(_, reason, needed, recomputable):
                 self._replays.unreplayable(request, stage, reason, needed=needed, recomputable=recomputable)
 

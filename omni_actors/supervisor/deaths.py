@@ -36,7 +36,7 @@ class DeathHandler:
     def report(self, replica: Replica, exit: WorkerExit) -> None:
         """Record the death of a replica's incarnation, decide what follows, and report both to the listener."""
         incarnation, now = replica.incarnation, trio.current_time()
-        is_spare = self._listener.is_spare(replica.address)
+        was_standby = self._listener.was_standby(replica.address)
         node = None if incarnation.worker is None else incarnation.worker.node
         exit = replace(exit, reason=incarnation.reason or exit.reason, node=node)
         replica.outage = outage = replica.outage or Outage(now)
@@ -56,7 +56,7 @@ class DeathHandler:
         if why is not None:
             giving_up.plan_retry(replica, exit, now)
         elif not incarnation.stopped_with_another:
-            self._plan_restart(replica, now, counts=counts, others=[] if is_spare else self._restarted_with(replica))
+            self._plan_restart(replica, now, counts=counts, others=[] if was_standby else self._restarted_with(replica))
         self._changes.unpark_all()
         requests = self._listener.on_worker_lost(replica.address, replica.generation, exit, now)
         outage.requests += requests

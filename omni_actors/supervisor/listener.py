@@ -23,8 +23,11 @@ class Listener(Protocol):
         """A worker has loaded its engine and accepts work."""
         ...
 
-    def is_spare(self, address: Address) -> bool:
-        """Return whether a stage does without a replica that has just died: a standby, or one that would become one."""
+    def was_standby(self, address: Address) -> bool:
+        """Return whether a replica that has just died served no requests.
+
+        It was a standby, or was loading to become one.
+        """
         ...
 
     def on_worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:

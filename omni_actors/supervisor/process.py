@@ -42,7 +42,7 @@ class SpawnFailed(OmniError):
 
 
 class PlaceLost(SpawnFailed):
-    """The node on which the worker was to start was lost. Its text begins as ``WorkerExit.reason`` then does."""
+    """The node on which the worker was to start was lost. The text begins with ``errors.NODE_LOST``."""
 
 
 class WorkerMailbox(Protocol):

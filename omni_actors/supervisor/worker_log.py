@@ -15,7 +15,7 @@ def started(replica: Replica, pid: int) -> None:
     """Log that a worker was started after a death."""
     if (outage := replica.outage) is not None and outage.exit is not None:
         ended = _successor(replica, outage.exit, outage.requests, pid)
-        record(WorkerRestarted(**ended, since_death_s=_lost_s(outage)))
+        record(WorkerRestarted(**ended, down_s=_down_s(outage)))
 
 
 def ready(replica: Replica) -> None:
@@ -23,7 +23,7 @@ def ready(replica: Replica) -> None:
     outage, worker = replica.outage, replica.worker
     if outage is not None and outage.exit is not None and worker is not None:
         ended = _successor(replica, outage.exit, outage.requests, worker.pid)
-        record(WorkerRecovered(**ended, lost_s=_lost_s(outage)))
+        record(WorkerRecovered(**ended, down_s=_down_s(outage)))
 
 
 def died(replica: Replica, exit: WorkerExit, requests: int) -> None:
@@ -34,8 +34,8 @@ def died(replica: Replica, exit: WorkerExit, requests: int) -> None:
 def given_up(replica: Replica, exit: WorkerExit, why: str, requests: int) -> None:
     """Log that a replica is given up. requests: how many have ended because their stage has no replica left."""
     retry_in_s = None if replica.retry_at is None else round(replica.retry_at - trio.current_time(), 3)
-    facts, lost_s = _end(replica, exit), 0.0 if replica.outage is None else _lost_s(replica.outage)
-    record(ReplicaGivenUp(**facts, reason=why, retry_in_s=retry_in_s, requests=requests, lost_s=lost_s))
+    facts, down_s = _end(replica, exit), 0.0 if replica.outage is None else _down_s(replica.outage)
+    record(ReplicaGivenUp(**facts, reason=why, retry_in_s=retry_in_s, requests=requests, down_s=down_s))
 
 
 def _end(replica: Replica, exit: WorkerExit) -> dict[str, Any]:
@@ -60,5 +60,5 @@ def _successor(replica: Replica, exit: WorkerExit, requests: int, pid: int) -> d
     return {**_identity(replica), "pid": pid, **ended}
 
 
-def _lost_s(outage: Outage) -> float:
+def _down_s(outage: Outage) -> float:
     return round(trio.current_time() - outage.began_at, 3)

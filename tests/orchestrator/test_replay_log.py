@@ -28,7 +28,9 @@ async def test_replays_are_counted_by_the_death_that_they_follow(
         replay_log.add(SECOND, 0.1, is_resumed=False, successor=2)
         replay_log.add(FIRST, 0.6, is_resumed=False, successor=0)
         await trio.sleep(2 * TOGETHER_S)
-        assert [(r.event.stage, r.event.requests, r.event.resumed, r.event.lost_s) for r in caplog.records] == [
+        assert [
+            (r.event.stage, r.event.requests, r.event.resumed, r.event.replayed_after_s) for r in caplog.records
+        ] == [
             ("mind", 2, 1, 0.6),
             ("mouth", 1, 0, 0.1),
         ]

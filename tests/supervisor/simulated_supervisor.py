@@ -196,7 +196,7 @@ class SimulatedSystem:
     def newest_request(self) -> int:
         return 0
 
-    def is_spare(self, address: Address) -> bool:
+    def was_standby(self, address: Address) -> bool:
         return False
 
     def on_worker_ready(self, address: Address) -> None:

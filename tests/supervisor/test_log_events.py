@@ -58,7 +58,7 @@ async def test_the_lost_time_spans_restarts_that_fail(
             await system.supervisor.changes.park()
         system.unspawnable.clear()
         await system.settle()
-        lost_s = trio.current_time() - began
+        down_s = trio.current_time() - began
         system.worker("one").die(exit_code=4)
         await trio.testing.wait_all_tasks_blocked()
         await system.settle()
@@ -79,9 +79,9 @@ async def test_the_lost_time_spans_restarts_that_fail(
     assert isinstance(recovered, WorkerRecovered)
     assert isinstance(last, WorkerRecovered)
     assert {(e.signal, e.exit_code, e.requests) for e in (restarted, recovered)} == {(None, 3, 2)}, "of the first death"
-    assert restarted.since_death_s == recovered.lost_s == pytest.approx(lost_s, abs=0.001)
-    assert last.lost_s > 0
-    assert last.lost_s != recovered.lost_s, "it is counted from the last death"
+    assert restarted.down_s == recovered.down_s == pytest.approx(down_s, abs=0.001)
+    assert last.down_s > 0
+    assert last.down_s != recovered.down_s, "it is counted from the last death"
 
 
 async def test_replicas_that_are_restarted_with_a_dead_one_are_logged_too(
@@ -125,7 +125,7 @@ async def test_a_replica_is_given_up_with_its_reason_and_its_retry(
     died, given_up = events(caplog)
     assert isinstance(died, WorkerDied)
     assert isinstance(given_up, ReplicaGivenUp)
-    assert (given_up.signal, given_up.retry_in_s, given_up.requests, given_up.lost_s) == ("SIGKILL", 7.0, 3, 0.0)
+    assert (given_up.signal, given_up.retry_in_s, given_up.requests, given_up.down_s) == ("SIGKILL", 7.0, 3, 0.0)
     assert str(given_up).endswith("it is tried again in 7 s, and 3 requests ended with it")
     assert "0 restarts were tried" in given_up.reason
 
