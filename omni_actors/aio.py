@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from omni_actors import generation, generations
-from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, bound, like, opens_like
+from omni_actors.face import (
+    GENERATE,
+    Face,
+    FaceGeneration,
+    FaceGenerations,
+    FaceMap,
+    bind_call,
+    opens_with_signature_of,
+    signature_of,
+)
 from omni_actors.outputs import Answer, AudioChunk, Output, Picture
 from omni_actors.prompts import Prompt
 from omni_actors.system import Health, OmniSystem
@@ -38,7 +47,7 @@ def _waiting(
     """Return the asyncio method for an asynchronous method of ``OmniSystem``."""
 
     async def method(omni: AsyncOmni, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await omni._wait(bound(original, *args, **kwargs))
+        return await omni._wait(bind_call(original, *args, **kwargs))
 
     update_wrapper(method, original)
     return method
@@ -52,7 +61,7 @@ class AsyncOmni(Face):
     """
 
     @classmethod
-    @opens_like(OmniSystem.open)
+    @opens_with_signature_of(OmniSystem.open)
     def open(cls, *args: Any, **kwargs: Any) -> Opening:
         """Start a pipeline: ``async with AsyncOmni.open(…) as omni``, or ``omni = await AsyncOmni.open(…)``.
 
@@ -80,20 +89,20 @@ class AsyncOmni(Face):
     @overload
     def generate(self, /, prompt: Prompt | None = None, *, n: int, **arguments: Any) -> AsyncGenerations: ...
 
-    @like(GENERATE)
+    @signature_of(GENERATE)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Submit a request. It returns at once; reading the returned object reads the answer."""
-        inner = self.submitted(GENERATE, *args, **kwargs)
+        inner = self.submit_in_background(GENERATE, *args, **kwargs)
         if isinstance(inner, generations.Generations):
             return AsyncGenerations(self, inner)
         return AsyncGeneration(self, inner)
 
-    @like(OmniSystem.submit)
+    @signature_of(OmniSystem.submit)
     def submit(self, *args: Any, **kwargs: Any) -> AsyncGeneration:
         """Submit a request for a pipeline of your own."""
-        return AsyncGeneration(self, self.submitted(OmniSystem.submit, *args, **kwargs))
+        return AsyncGeneration(self, self.submit_in_background(OmniSystem.submit, *args, **kwargs))
 
-    @like(OmniSystem.map)
+    @signature_of(OmniSystem.map)
     def map(self, prompts: Iterable[Prompt], **arguments: Any) -> AsyncAnswers:
         """Answer many prompts. The returned iterator is a block too; without one, dropping it aborts what runs.
 
@@ -101,17 +110,17 @@ class AsyncOmni(Face):
         """
         return AsyncAnswers(self, prompts, **arguments)
 
-    @like(OmniSystem.check_health)
+    @signature_of(OmniSystem.check_health)
     async def check_health(self) -> Health:
         """Return ``health()``, or raise ``dead_error`` if the system is ``errored``."""
         return await self._wait(OmniSystem.check_health)
 
-    @like(OmniSystem.wait_ready)
+    @signature_of(OmniSystem.wait_ready)
     async def wait_ready(self) -> None:
         """Wait until every replica is ready, asleep or failed."""
         await self._wait(OmniSystem.wait_ready)
 
-    @like(OmniSystem.wait_changed)
+    @signature_of(OmniSystem.wait_changed)
     async def wait_changed(self) -> None:
         """Wait until the state or the note of any replica changes. Raises SystemClosed when the system closes."""
         await self._wait(OmniSystem.wait_changed)
@@ -172,7 +181,7 @@ class Opening:
         await self._omni.close()
 
 
-class AsyncGeneration(Reading, AsyncIterator[Output]):
+class AsyncGeneration(FaceGeneration, AsyncIterator[Output]):
     """The answer to one request, as an asynchronous iterator of ``Output``. See ``generation.Generation``.
 
     Iteration raises the ``RequestError`` that ended the request. Dropping the object, for instance by leaving the loop
@@ -183,32 +192,32 @@ class AsyncGeneration(Reading, AsyncIterator[Output]):
     async def __anext__(self) -> Output:
         return await self._read(self._inner.__anext__)
 
-    @like(generation.Generation.collect)
+    @signature_of(generation.Generation.collect)
     async def collect(self) -> Answer:
         """Read the rest of the answer and return it."""
         return await self._read(self._inner.collect)
 
-    @like(generation.Generation.text)
+    @signature_of(generation.Generation.text)
     async def text(self) -> str:
         """Read the rest of the answer and return its text."""
         return await self._read(self._inner.text)
 
-    @like(generation.Generation.audio)
+    @signature_of(generation.Generation.audio)
     async def audio(self) -> AudioChunk | None:
         """Read the rest of the answer and return its sound."""
         return await self._read(self._inner.audio)
 
-    @like(generation.Generation.picture)
+    @signature_of(generation.Generation.picture)
     async def picture(self) -> Picture | None:
         """Read the rest of the answer and return its first finished picture."""
         return await self._read(self._inner.picture)
 
-    @like(generation.Generation.pictures)
+    @signature_of(generation.Generation.pictures)
     async def pictures(self) -> tuple[Picture, ...]:
         """Read the rest of the answer and return its finished pictures."""
         return await self._read(self._inner.pictures)
 
-    @like(generation.Generation.save)
+    @signature_of(generation.Generation.save)
     async def save(self, path: str | Path) -> AudioChunk | Picture | None:
         """Read the rest of the answer and write its sound, as it arrives, or its first picture to a file."""
         return await self._read(lambda: self._inner.save(path))
@@ -217,7 +226,7 @@ class AsyncGeneration(Reading, AsyncIterator[Output]):
         return await _read(self, self._face, read)
 
 
-async def _read(reading: Reading | ReadingEach, face: Face, read: Callable[[], Awaitable[T]]) -> T:
+async def _read(reading: FaceGeneration | FaceGenerations, face: Face, read: Callable[[], Awaitable[T]]) -> T:
     try:
         return await asyncio.wrap_future(face.background.start(lambda _: read()))
     except asyncio.CancelledError:
@@ -225,13 +234,13 @@ async def _read(reading: Reading | ReadingEach, face: Face, read: Callable[[], A
         raise
 
 
-class AsyncGenerations(ReadingEach, AsyncIterator[Output]):
+class AsyncGenerations(FaceGenerations, AsyncIterator[Output]):
     """The answers to a list of prompts, as an asynchronous iterator of outputs. See ``generations.Generations``."""
 
     async def __anext__(self) -> Output:
         return await _read(self, self._face, self._inner.__anext__)
 
-    @like(generations.Generations.collect)
+    @signature_of(generations.Generations.collect)
     async def collect(self, **arguments: Any) -> list[Answer]:
         """Read the rest of every answer, and return them in the order of the prompts."""
         return await _read(self, self._face, partial(self._inner.collect, **arguments))
@@ -243,7 +252,7 @@ class AsyncAnswers(AsyncIterator[Answer]):
     def __init__(self, omni: AsyncOmni, prompts: Iterable[Prompt], **arguments: Any) -> None:
         self._complete: asyncio.Queue[Future[Answer]] = asyncio.Queue()
         announce = partial(_put, asyncio.get_running_loop(), self._complete)
-        self._answering = Answering(omni, prompts, announce=announce, **arguments)
+        self._answering = FaceMap(omni, prompts, announce=announce, **arguments)
 
     async def __anext__(self) -> Answer:
         try:

@@ -1,7 +1,7 @@
 """What the blocking face (``sync``) and the asyncio face (``aio``) of a system have in common.
 
 A face offers the methods of ``OmniSystem`` under the same names, with the same arguments. The signature and the
-documentation of the arguments are those of ``OmniSystem``: see ``like``.
+documentation of the arguments are those of ``OmniSystem``: see ``signature_of``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GENERATE: Any = OmniSystem.generate
 """Without its types, because a face types its overloads itself."""
 
 
-def like(
+def signature_of(
     original: Callable[Concatenate[Any, P], object],
 ) -> Callable[[Callable[Concatenate[S, ...], R]], Callable[Concatenate[S, P], R]]:
     """Decorate a method of a face: it takes the arguments of ``original``, and its documentation includes theirs."""
@@ -48,7 +48,7 @@ def like(
     return decorate
 
 
-def opens_like(
+def opens_with_signature_of(
     original: Callable[P, object],
 ) -> Callable[[Callable[Concatenate[type[S], ...], R]], Callable[Concatenate[type[S], P], R]]:
     """Decorate the class method of a face that takes the arguments of ``original``, a class method."""
@@ -60,7 +60,7 @@ def opens_like(
     return decorate
 
 
-def bound(
+def bind_call(
     original: Callable[Concatenate[OmniSystem, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> Callable[[OmniSystem], R]:
     """Return a call of a method of ``OmniSystem`` without its system.
@@ -76,11 +76,11 @@ def _taken(argument: Any) -> Any:
     return list(argument) if isinstance(argument, Iterator) else argument
 
 
-def at_once(original: Callable[Concatenate[OmniSystem, P], R]) -> Callable[Concatenate[Face, P], R]:
+def sync_method(original: Callable[Concatenate[OmniSystem, P], R]) -> Callable[Concatenate[Face, P], R]:
     """Return the method of a face for a synchronous method of ``OmniSystem``."""
 
     def method(face: Face, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return face.background.call(bound(original, *args, **kwargs))
+        return face.background.call(bind_call(original, *args, **kwargs))
 
     functools.update_wrapper(method, original)
     return method
@@ -111,7 +111,9 @@ class Face:
         self.background = Background(partial(OmniSystem.open, *args, **kwargs))
         weakref.finalize(self, self.background.stop).atexit = False
 
-    def submitted(self, submit: Callable[Concatenate[OmniSystem, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def submit_in_background(
+        self, submit: Callable[Concatenate[OmniSystem, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         """Return what a method of ``OmniSystem`` returns.
 
         Iterators of segments are read in threads, or in the caller's event loop (see ``iterators``).
@@ -120,34 +122,34 @@ class Face:
         replaced, named = [for_trio(each) for each in args], {name: for_trio(each) for name, each in kwargs.items()}
         return self.background.call(lambda system: ask(system, *replaced, **named))
 
-    @like(OmniSystem.abort)
-    def abort(self, *args: Any, **kwargs: Any) -> Aborting:
+    @signature_of(OmniSystem.abort)
+    def abort(self, *args: Any, **kwargs: Any) -> FaceAbort:
         """End requests now."""
-        return Aborting(self, self.background.call(bound(OmniSystem.abort, *args, **kwargs)))
+        return FaceAbort(self, self.background.call(bind_call(OmniSystem.abort, *args, **kwargs)))
 
-    @like(OmniSystem.abort_all)
+    @signature_of(OmniSystem.abort_all)
     def abort_all(self, *args: Any, **kwargs: Any) -> None:
         """End every request now."""
         self.background.call(lambda system: system.abort_all(*args, **kwargs))
 
-    drop_desired = at_once(OmniSystem.drop_desired)
+    drop_desired = sync_method(OmniSystem.drop_desired)
 
-    @like(OmniSystem.make_room)
+    @signature_of(OmniSystem.make_room)
     def make_room(self) -> bool:
         """Make room for a request."""
         return self.background.call(OmniSystem.make_room)
 
-    @like(OmniSystem.health)
+    @signature_of(OmniSystem.health)
     def health(self) -> Health:
         """Return the state of the system."""
         return self.background.call(OmniSystem.health)
 
-    @like(OmniSystem.live_state)
+    @signature_of(OmniSystem.live_state)
     def live_state(self) -> LiveState:
         """Return what happens in the system now."""
         return self.background.call(OmniSystem.live_state)
 
-    list_loras = at_once(OmniSystem.list_loras)
+    list_loras = sync_method(OmniSystem.list_loras)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -211,7 +213,7 @@ class Face:
         return self.background.call(lambda system: system.descriptors)
 
 
-class Aborting(Awaitable[Freed]):
+class FaceAbort(Awaitable[Freed]):
     """Requests that were aborted. ``result``, or awaiting it, waits until they are freed; neither is needed."""
 
     def __init__(self, face: Face, inner: Awaitable[Freed]) -> None:
@@ -229,8 +231,8 @@ class Aborting(Awaitable[Freed]):
         return await self._inner
 
 
-class Reading:
-    """A generation of a face."""
+class FaceGeneration:
+    """A request of a face: what its ``Generation`` in the background is to the callers of the face."""
 
     def __init__(self, face: Face, inner: Generation) -> None:
         self._face, self._inner = face, inner
@@ -241,15 +243,15 @@ class Reading:
         """The request's identifier, as ``abort`` of the face takes it."""
         return self._inner.request_id
 
-    @like(Generation.abort)
+    @signature_of(Generation.abort)
     def abort(self) -> None:
         """End the request now, in every stage; reading it then raises ``Aborted``."""
         with suppress(SystemClosed):  # then it has ended
             self._face.background.call(lambda _: self._inner.abort())
 
 
-class ReadingEach:
-    """The generations of a list of prompts, of a face."""
+class FaceGenerations:
+    """The requests that a face made of a list of prompts, or of one with ``n``."""
 
     def __init__(self, face: Face, inner: Generations) -> None:
         self._face, self._inner = face, inner
@@ -259,14 +261,14 @@ class ReadingEach:
         """The identifier of each request, as ``abort`` of the face takes it."""
         return self._inner.request_ids
 
-    @like(Generations.abort)
+    @signature_of(Generations.abort)
     def abort(self) -> None:
         """End every request now, in every stage; reading then raises ``Aborted`` for each."""
         with suppress(SystemClosed):  # then they have ended
             self._face.background.call(lambda _: self._inner.abort())
 
 
-class Answering:
+class FaceMap:
     """The requests of one ``map``: at most ``concurrency`` run, or are complete and wait for the caller.
 
     The prompts are taken in the caller's thread, so that an iterable that waits does not stop the system. Dropping the

@@ -23,7 +23,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from omni_actors import generation, generations
-from omni_actors.face import GENERATE, Answering, Face, Reading, ReadingEach, bound, like, opens_like
+from omni_actors.face import (
+    GENERATE,
+    Face,
+    FaceGeneration,
+    FaceGenerations,
+    FaceMap,
+    bind_call,
+    opens_with_signature_of,
+    signature_of,
+)
 from omni_actors.outputs import Answer, AudioChunk, Output, Picture
 from omni_actors.prompts import Prompt
 from omni_actors.system import Health, OmniSystem
@@ -36,7 +45,7 @@ def _waiting(original: Callable[Concatenate[OmniSystem, P], Awaitable[T]]) -> Ca
     """Return the blocking method for an asynchronous method of ``OmniSystem``."""
 
     def method(omni: Omni, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return omni._wait(bound(original, *args, **kwargs))
+        return omni._wait(bind_call(original, *args, **kwargs))
 
     update_wrapper(method, original)
     return method
@@ -49,7 +58,7 @@ class Omni(Face):
     """
 
     @classmethod
-    @opens_like(OmniSystem.open)
+    @opens_with_signature_of(OmniSystem.open)
     def open(cls, *args: Any, **kwargs: Any) -> Omni:
         """Start a pipeline, and return when it is open. Interrupting it leaves nothing behind."""
         omni = cls(*args, **kwargs)
@@ -86,18 +95,18 @@ class Omni(Face):
     @overload
     def generate(self, /, prompt: Prompt | None = None, *, n: int, **arguments: Any) -> Generations: ...
 
-    @like(GENERATE)
+    @signature_of(GENERATE)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Submit a request. It returns at once; reading the returned object reads the answer."""
-        inner = self.submitted(GENERATE, *args, **kwargs)
+        inner = self.submit_in_background(GENERATE, *args, **kwargs)
         return Generations(self, inner) if isinstance(inner, generations.Generations) else Generation(self, inner)
 
-    @like(OmniSystem.submit)
+    @signature_of(OmniSystem.submit)
     def submit(self, *args: Any, **kwargs: Any) -> Generation:
         """Submit a request for a pipeline of your own."""
-        return Generation(self, self.submitted(OmniSystem.submit, *args, **kwargs))
+        return Generation(self, self.submit_in_background(OmniSystem.submit, *args, **kwargs))
 
-    @like(OmniSystem.map)
+    @signature_of(OmniSystem.map)
     def map(self, prompts: Iterable[Prompt], **arguments: Any) -> Answers:
         """Answer many prompts. The returned iterator is a block too; without one, dropping it aborts what runs.
 
@@ -124,17 +133,17 @@ class Omni(Face):
         ):
             return sorted(shown.track(answers, total=len(asked)), key=lambda answer: answer.index)
 
-    @like(OmniSystem.check_health)
+    @signature_of(OmniSystem.check_health)
     def check_health(self) -> Health:
         """Return ``health()``, or raise ``dead_error`` if the system is ``errored``."""
         return self._wait(OmniSystem.check_health)
 
-    @like(OmniSystem.wait_ready)
+    @signature_of(OmniSystem.wait_ready)
     def wait_ready(self) -> None:
         """Wait until every replica is ready, asleep or failed."""
         self._wait(OmniSystem.wait_ready)
 
-    @like(OmniSystem.wait_changed)
+    @signature_of(OmniSystem.wait_changed)
     def wait_changed(self) -> None:
         """Wait until the state or the note of any replica changes. Raises SystemClosed when the system closes."""
         self._wait(OmniSystem.wait_changed)
@@ -177,7 +186,7 @@ class Omni(Face):
             future.cancel()  # has an effect only if the wait was interrupted
 
 
-class Generation(Reading, Iterator[Output]):
+class Generation(FaceGeneration, Iterator[Output]):
     """The answer to one request, as an iterator of ``Output``. See ``generation.Generation``.
 
     Iteration raises the ``RequestError`` that ended the request. Dropping the object, for instance by leaving the loop
@@ -190,32 +199,32 @@ class Generation(Reading, Iterator[Output]):
         except StopAsyncIteration:
             raise StopIteration from None
 
-    @like(generation.Generation.collect)
+    @signature_of(generation.Generation.collect)
     def collect(self) -> Answer:
         """Read the rest of the answer and return it."""
         return self._read(self._inner.collect)
 
-    @like(generation.Generation.text)
+    @signature_of(generation.Generation.text)
     def text(self) -> str:
         """Read the rest of the answer and return its text."""
         return self._read(self._inner.text)
 
-    @like(generation.Generation.audio)
+    @signature_of(generation.Generation.audio)
     def audio(self) -> AudioChunk | None:
         """Read the rest of the answer and return its sound."""
         return self._read(self._inner.audio)
 
-    @like(generation.Generation.picture)
+    @signature_of(generation.Generation.picture)
     def picture(self) -> Picture | None:
         """Read the rest of the answer and return its first finished picture."""
         return self._read(self._inner.picture)
 
-    @like(generation.Generation.pictures)
+    @signature_of(generation.Generation.pictures)
     def pictures(self) -> tuple[Picture, ...]:
         """Read the rest of the answer and return its finished pictures."""
         return self._read(self._inner.pictures)
 
-    @like(generation.Generation.save)
+    @signature_of(generation.Generation.save)
     def save(self, path: str | Path) -> AudioChunk | Picture | None:
         """Read the rest of the answer and write its sound, as it arrives, or its first picture to a file."""
         return self._read(lambda: self._inner.save(path))
@@ -224,7 +233,7 @@ class Generation(Reading, Iterator[Output]):
         return _read(self, self._face, read)
 
 
-def _read(reading: Reading | ReadingEach, face: Face, read: Callable[[], Awaitable[T]]) -> T:
+def _read(reading: FaceGeneration | FaceGenerations, face: Face, read: Callable[[], Awaitable[T]]) -> T:
     try:
         return face.background.start(lambda _: read()).result()
     except Exception:
@@ -234,7 +243,7 @@ def _read(reading: Reading | ReadingEach, face: Face, read: Callable[[], Awaitab
         raise
 
 
-class Generations(ReadingEach, Iterator[Output]):
+class Generations(FaceGenerations, Iterator[Output]):
     """The answers to a list of prompts, as an iterator of their outputs. See ``generations.Generations``."""
 
     def __next__(self) -> Output:
@@ -243,7 +252,7 @@ class Generations(ReadingEach, Iterator[Output]):
         except StopAsyncIteration:
             raise StopIteration from None
 
-    @like(generations.Generations.collect)
+    @signature_of(generations.Generations.collect)
     def collect(self, **arguments: Any) -> list[Answer]:
         """Read the rest of every answer, and return them in the order of the prompts."""
         return self._read(partial(self._inner.collect, **arguments))
@@ -257,7 +266,7 @@ class Answers(Iterator[Answer]):
 
     def __init__(self, omni: Omni, prompts: Iterable[Prompt], **arguments: Any) -> None:
         self._complete: SimpleQueue[Future[Answer]] = SimpleQueue()
-        self._answering = Answering(omni, prompts, announce=self._complete.put, **arguments)
+        self._answering = FaceMap(omni, prompts, announce=self._complete.put, **arguments)
 
     def __next__(self) -> Answer:
         try:

@@ -28,7 +28,7 @@ class Freed(msgspec.Struct, frozen=True):
     replies: Replies
 
 
-class Aborting(Awaitable[Freed]):
+class PendingAbort(Awaitable[Freed]):
     """Requests that were aborted. Awaiting it waits until the workers have freed them."""
 
     def __init__(self, requests: dict[str, list[str]], confirm: Callable[[], Awaitable[Replies]]) -> None:
@@ -83,7 +83,7 @@ class Control(EngineCalls):
 
     # aborting and pausing
 
-    def abort(self, request_id: str | Iterable[str]) -> Aborting:
+    def abort(self, request_id: str | Iterable[str]) -> PendingAbort:
         """End a request now, or several, in every stage; reading one then raises ``Aborted``.
 
         Args:
@@ -106,7 +106,7 @@ class Control(EngineCalls):
             ]
             return await self._replies(posted, ())
 
-        return Aborting(requests, confirm)
+        return PendingAbort(requests, confirm)
 
     def abort_all(self, reason: str) -> None:
         """End every request now; reading one then raises ``Aborted`` with ``reason``."""

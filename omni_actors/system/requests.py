@@ -28,7 +28,7 @@ from omni_actors.system.parameters import Parameters
 from omni_actors.system.terms import OutputKind, SamplingParams, Terms
 
 
-class _Asked(NamedTuple):
+class PreparedRequest(NamedTuple):
     """A request before it is submitted. copies: those that ``n`` makes of one prompt. position: of the prompt."""
 
     inputs: Inputs
@@ -130,23 +130,27 @@ class Requests:
             if any(each is not None for each in media.values()):
                 message = "prompt: in a list, each prompt brings its own multi_modal_data, and there is no script"
                 raise InvalidRequest(message, param="prompt")
-            each_asked = [
-                asked for index, each in enumerate(prompt) for asked in self._asked_of(index, each, n, arguments)
+            all_prepared = [
+                request
+                for index, each in enumerate(prompt)
+                for request in self._prepare_each(index, each, n, arguments)
             ]
-            return self._submit_each(each_asked)
-        requests = self._repeated(self._asked(prompt, **media, **arguments), n)
+            return self._submit_each(all_prepared)
+        requests = self._expand_n(self._prepare(prompt, **media, **arguments), n)
         is_one = n is None or "n" in requests[0].params
-        return self._submitted(requests[0]) if is_one else self._submit_each(requests)
+        return self._submit_one(requests[0]) if is_one else self._submit_each(requests)
 
-    def _asked_of(self, index: int, prompt: Any, n: int | None, arguments: Mapping[str, Any]) -> list[_Asked]:
+    def _prepare_each(
+        self, index: int, prompt: Any, n: int | None, arguments: Mapping[str, Any]
+    ) -> list[PreparedRequest]:
         """Return the requests that ``generate`` makes of one prompt of a list. index: its position."""
         try:
-            return self._repeated(self._asked(prompt, **arguments)._replace(position=index), n)
+            return self._expand_n(self._prepare(prompt, **arguments)._replace(position=index), n)
         except RequestError as error:
             error.index = index
             raise
 
-    def _asked(
+    def _prepare(
         self,
         prompt: Any,
         *,
@@ -155,7 +159,7 @@ class Requests:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         script: str | AsyncIterable[str] | None = None,
         **arguments: Any,
-    ) -> _Asked:
+    ) -> PreparedRequest:
         """Return what ``generate`` asks for with one prompt."""
         inputs = prompt_inputs.pieces(prompt, multi_modal_data, image)
         if script is not None:
@@ -163,36 +167,36 @@ class Requests:
         params = {**arguments, **prompt_inputs.processor_kwargs(prompt, mm_processor_kwargs)}
         terms = Terms(**{name: params.pop(name) for name in Terms.__struct_fields__ if name in params})
         if (kind := prompt_inputs.raw_kind(prompt)) is not None:
-            capabilities.require_raw_prompt(self.pipeline, self._planned(inputs, terms.modalities), kind)
-        return _Asked(inputs, terms, params)
+            capabilities.require_raw_prompt(self.pipeline, self._plan_route(inputs, terms.modalities), kind)
+        return PreparedRequest(inputs, terms, params)
 
-    def _repeated(self, asked: _Asked, n: int | None) -> list[_Asked]:
+    def _expand_n(self, prepared: PreparedRequest, n: int | None) -> list[PreparedRequest]:
         """Return the requests that make ``n`` answers to a prompt. An engine with a parameter n makes them in one."""
         if n is None:
-            return [asked]
-        route = self._planned(asked.inputs, asked.terms.modalities)
+            return [prepared]
+        route = self._plan_route(prepared.inputs, prepared.terms.modalities)
         schemas = [self.pipeline.spec(stage).params for stage in route.stages]
         if any(schema is not None and "n" in schema.__struct_fields__ for schema in schemas):
-            return [asked._replace(params={**asked.params, "n": n})]
+            return [prepared._replace(params={**prepared.params, "n": n})]
         count = pictures.check_count(n, self.pipeline.limits.max_requests)
-        pictures.check_repeatable(asked.inputs)
-        seeds = [pictures.seed_of(asked.params.get("seed"), index) for index in range(count)]
-        return [asked._replace(params={**asked.params, "seed": seed}, copies=count) for seed in seeds]
+        pictures.check_repeatable(prepared.inputs)
+        seeds = [pictures.seed_of(prepared.params.get("seed"), index) for index in range(count)]
+        return [prepared._replace(params={**prepared.params, "seed": seed}, copies=count) for seed in seeds]
 
-    def _submit_each(self, requests: Sequence[_Asked]) -> Generations:
+    def _submit_each(self, requests: Sequence[PreparedRequest]) -> Generations:
         """Submit all of the requests, or none of them."""
         members: list[Generation] = []
         try:
-            for index, asked in enumerate(requests):
-                if (name := asked.terms.request_id) is not None:
+            for index, prepared in enumerate(requests):
+                if (name := prepared.terms.request_id) is not None:
                     name = f"{name}-{index}"
-                terms = msgspec.structs.replace(asked.terms, request_id=name)
-                members.append(self._submitted(asked._replace(terms=terms)))
+                terms = msgspec.structs.replace(prepared.terms, request_id=name)
+                members.append(self._submit_one(prepared._replace(terms=terms)))
         except BaseException as error:
             for member in members:
                 member.abort()
             if isinstance(error, RequestError):
-                error.index = asked.position
+                error.index = prepared.position
             raise
         return Generations(members)
 
@@ -279,13 +283,13 @@ class Requests:
         if not isinstance(inputs, Mapping):
             raise InvalidRequest(f"inputs: expected a mapping from kinds, found {inputs!r:.200}", param="inputs")
         pieces = {kind: prompt_inputs.live(given) for kind, given in inputs.items()}
-        return self._submitted(_Asked(pieces, terms, params))
+        return self._submit_one(PreparedRequest(pieces, terms, params))
 
-    def _submitted(self, asked: _Asked) -> Generation:
-        inputs, terms, params = asked.inputs, asked.terms, pictures.with_named_size(asked.params)
-        route = self._planned(inputs, terms.modalities)
+    def _submit_one(self, prepared: PreparedRequest) -> Generation:
+        inputs, terms, params = prepared.inputs, prepared.terms, pictures.with_named_size(prepared.params)
+        route = self._plan_route(inputs, terms.modalities)
         by_stage = self._parameters.by_stage(route.stages, params, terms)
-        pictures.check_work(self.pipeline, by_stage, params, asked.copies)
+        pictures.check_work(self.pipeline, by_stage, params, prepared.copies)
         self._loras.resolve(by_stage)
         stream = self._orchestrator.submit(
             inputs=inputs,
@@ -310,7 +314,7 @@ class Requests:
             cumulative=terms.output_kind == "cumulative",
         )
 
-    def _planned(self, inputs: Inputs, modalities: Sequence[str] | None) -> Route:
+    def _plan_route(self, inputs: Inputs, modalities: Sequence[str] | None) -> Route:
         kinds = frozenset(kind for kind, pieces in inputs.items() if pieces)
         if modalities is None:
             reached = reachable(self._nodes, kinds)
