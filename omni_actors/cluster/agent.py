@@ -119,7 +119,7 @@ class _Agent:
         self._spawner = LocalSpawner()
         self._workers: dict[int, Worker] = {}
         self._backlogs: dict[int, BacklogReports] = {}
-        """By worker."""
+        """The reports of each worker's backlog, by the worker's number."""
         self._checkpoints: dict[int, int] = {}
         """The descriptor of each memory of checkpoints, by number."""
         self._numbers = itertools.count(1)

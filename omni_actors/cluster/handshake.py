@@ -119,7 +119,7 @@ class Acceptor(Handshake):
     def __init__(self, secret: bytes) -> None:
         super().__init__(secret, _HELLO)
         self._version = VERSION
-        """That of the connector."""
+        """The protocol version of the connector."""
 
     @property
     def has_hello(self) -> bool:

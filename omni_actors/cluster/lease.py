@@ -73,7 +73,7 @@ class GrantedLease:
 
     @property
     def silent_at(self) -> float:
-        """When the node is to be given up unless a renewal is granted before."""
+        """The time at which the node is to be given up, unless a renewal is granted before."""
         return self._granted_at + self.lease_s
 
     def give_up(self) -> None:
@@ -82,5 +82,5 @@ class GrantedLease:
 
     @property
     def safe_at(self) -> float:
-        """From when on no worker of the node runs, if nothing is granted any more."""
+        """The time after which no worker of the node can run, unless another renewal is granted."""
         return self._granted_at + fenced_after_s(self.lease_s)

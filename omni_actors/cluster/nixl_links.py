@@ -143,7 +143,7 @@ class FetchingLink(ReceivingLink):
         self._source: Source | None = None
         self._has_loaded = False
         self._reference: tuple[int, int, int] | None = None
-        """Of the record that is being fetched."""
+        """The reference of the record that is being fetched."""
         self._target: memoryview | None = None
         """Its place in the ring, once there is one."""
         self._fetch: Fetch | None = None

@@ -179,7 +179,7 @@ class _Process:
         metadata = self._agent.getLocalPartialMD(offered, True, [backend])
         self.offer = msgspec.msgpack.encode(_Offer(name, self._base, outgoing, metadata))
         self._peers: dict[bytes, _Peer] = {}
-        """By the offer."""
+        """The peers, by their offers."""
         self._sources: dict[int, _Peer] = {}
         self._readings: dict[int, _Reading] = {}
 

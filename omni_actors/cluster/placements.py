@@ -34,7 +34,7 @@ class Placements:
         self._unplaced = dict.fromkeys(first_workers(pipeline))
         """The workers without a place that will need one: those that have not begun, and those of lost nodes."""
         self._waiting = set[Address]()
-        """Those in ``wait_place`` for which there is no place."""
+        """The workers in ``wait_place`` for which there is no place."""
         self._changed = trio.lowlevel.ParkingLot()
 
     @property

@@ -36,7 +36,7 @@ RESTART_S: Final = (1.0, 30.0)
 
 
 class RemoteAgents:
-    """See above.
+    """Keeps one agent on each node.
 
     Args:
         starter: Starts the agents' processes.
@@ -63,7 +63,7 @@ class RemoteAgents:
         self.address = (host, 0)
         """Host and port at which agents connect, once they are accepted."""
         self.newest: dict[str, RemoteAgent] = {}
-        """By node."""
+        """The newest agent of each node, by the node's name."""
         self._starter, self._secret, self._lease_s = starter, secret, lease_s
         self._credentials, self._tls = tls, None if tls is None else tls.contexts()
         self._transport: Transport = transport

@@ -92,7 +92,7 @@ class ClusterSpawner:
         """Where each worker runs; None: on the parent's node."""
         self._workers: dict[Address, RemoteWorker] = {}
         self._links: dict[int, _Link] = {}
-        """By the ring's generation."""
+        """The link of each ring between nodes, by the ring's generation."""
         self._opened = time.time()
         self._make_pump: partial[Pump]
         self._pump: Pump

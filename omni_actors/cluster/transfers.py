@@ -222,7 +222,7 @@ class Transfers:
         self._outgoing, self._incoming = Extents(0, OUTGOING), Extents(OUTGOING, INCOMING)
         self._sources: dict[int, Source] = {}
         self._fetches: dict[int, Fetch] = {}
-        """Those that are not over."""
+        """The fetches that are not over, by number."""
         self._failed: deque[tuple[float, int]] = deque()
         """When READs have failed, and where they had their extents."""
         self._waiting: dict[Callable[[], None], None] = {}

@@ -18,9 +18,9 @@ class ReplayLog:
 
     def __init__(self) -> None:
         self._events: dict[tuple[str, int, int], RequestsReplayed] = {}
-        """By stage, replica and generation."""
+        """The events to log, by stage, replica and generation."""
         self._losses: dict[tuple[str, int, int, str | None, bool], RequestsLost] = {}
-        """By these, the reason and whether the requests may be sent again."""
+        """The losses to log, by the same, the reason and whether the requests may be sent again."""
         self._added = trio.lowlevel.ParkingLot()
 
     def add(self, crash: StageCrashed, after_s: float, *, is_resumed: bool, successor: int | None) -> None:

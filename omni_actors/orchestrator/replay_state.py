@@ -34,8 +34,8 @@ class Phase(TableKey):
     WAITING = "waiting"
     """The worker died, and the stage waits for a ready replica to start again."""
     RESTARTING = "restarting"
-    """A replica was chosen. It is sent ``Start`` once the living stages downstream have answered ``Switch``, and has not
-    confirmed it yet: no input is sent to it."""
+    """A replica was chosen, and has not confirmed its ``Start`` yet: no input is sent to it. It is sent ``Start`` once
+    the living stages downstream have answered ``Switch``."""
 
 
 class StageEvent(TableKey):

@@ -148,7 +148,7 @@ class Request:
     number: int | None = None
     """Given at dispatch; larger than all numbers before."""
     dispatched: float | None = None
-    """When; CLOCK_MONOTONIC."""
+    """When the request was first dispatched; CLOCK_MONOTONIC."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     error: RequestError | None = None
 

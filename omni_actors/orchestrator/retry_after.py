@@ -54,7 +54,9 @@ class RetryAfterEstimator:
         return min(max(SHORTEST_S, seconds), LONGEST_S)
 
     def _by_history(self, sample: Collection[Request], scale: float, now: float) -> float:
-        """By Little's law, of n requests in flight that take T seconds each on average, one ends every T / n seconds.
+        """Return the seconds until one of the requests in flight ends.
+
+        By Little's law, of n requests that take T seconds each on average, one ends every T / n seconds.
 
         T is at least the age of the oldest, also if no request has ended for a while. scale: n for each in the sample.
         """

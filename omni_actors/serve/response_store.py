@@ -61,10 +61,10 @@ class ResponseStore:
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._stored: dict[str, StoredResponse] = {}
         self._shares: defaultdict[str, _Share] = defaultdict(_Share)
-        """By address."""
+        """The share of each client, by its address."""
         self._running: dict[str, RunningResponse] = {}
         self.bytes = 0
-        """Of all stored responses."""
+        """The size of all stored responses."""
 
     def put(self, id: str, body: dict[str, Any], messages: Sequence[ChatMessage], address: str) -> bool:
         """Store a response of the client at ``address``, and forget others if there is no room (rule 1).

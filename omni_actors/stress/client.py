@@ -201,7 +201,7 @@ class LoadClient(Client[judge.TrackedRequest]):
 
 
 async def _second_outcome(generation: Generation, error: RequestError | None) -> str | None:
-    """What reading once more gives, if it is not the same end."""
+    """Read once more. Return what that gives, if it is not the same end."""
     try:
         output = await anext(generation)
     except StopAsyncIteration:

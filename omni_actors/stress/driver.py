@@ -101,7 +101,7 @@ class Driver:
         self.killed: set[int] = set()
         """pids."""
         self.requested_deaths: Counter[str] = Counter()
-        """By stage: deaths that were caused without naming a pid."""
+        """The deaths that were caused without naming a pid, by stage."""
         self.node_faults = NodeFaults(
             cluster=cluster,
             kill_helper=kill_helper,
@@ -119,7 +119,7 @@ class Driver:
         self._unfollowed = 0
         """Pauses, memory limits and crashing requests that are still in force."""
         self._crashing: Counter[str] = Counter()
-        """By stage: the crashing requests among them."""
+        """The crashing requests among them, by stage."""
         self._patient: set[trio.CancelScope] = set()
         nursery.start_soon(self.watch.run)
         for slot in range({"idle": 0, "one": 1, "full": workload.full}[load]):

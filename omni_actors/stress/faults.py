@@ -47,7 +47,7 @@ class RefusingSpawner:
         self._spawner = spawner
         self.refusals: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        """By stage: how many of its rings were refused."""
+        """How many rings of a stage were refused, by stage."""
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...] | None:
         return await self._spawner.wait_place(address, on_waiting)

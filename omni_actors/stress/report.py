@@ -87,7 +87,7 @@ class Tally:
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
     runs: int = 0
     requests: Counter[str] = field(default_factory=Counter)
-    """By outcome."""
+    """The number of requests, by outcome."""
     found: list[Violation] = field(default_factory=list)
     """All violations; the rows count them."""
 

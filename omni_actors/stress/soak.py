@@ -84,7 +84,7 @@ class Soak:
 
     @property
     def rss(self) -> dict[str, list[tuple[float, float]]]:
-        """By process: (seconds since the start, bytes)."""
+        """The memory of each process: (seconds since the start, bytes)."""
         return {name: list(zip(both[::2], both[1::2], strict=True)) for name, both in self.sizes.items()}
 
     def as_json(self) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class Workload:
     replayed: frozenset[str] = frozenset()
     """Stages whose death a request survives."""
     oracle: dict[str, Oracle] = field(default_factory=dict)
-    """By the name of the template, and of the adapter's version if it has one (``adapters.oracle_name``)."""
+    """The expected answers, by the name of the template, and of the adapter's version if it has one
+    (``adapters.oracle_name``)."""
 
     @property
     def stages(self) -> tuple[str, ...]:

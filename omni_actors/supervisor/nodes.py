@@ -51,7 +51,7 @@ class LinkState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Links: TypeAlias = Mapping[tuple[Address, Address], LinkState]
-"""By producer and consumer, as their rings."""
+"""The links between nodes, by producer and consumer, as their rings."""
 
 
 @runtime_checkable

@@ -75,7 +75,7 @@ class Supervisor:
         """What the workers of each stage are to have beside requests."""
         self._nursery: trio.Nursery | None = None
         self._context = contextvars.Context()
-        """That of ``run``."""
+        """The context variables with which ``run`` was called (rule 8)."""
         self._all_begun = trio.Event()
         """Set when the first incarnation of every replica has begun, or the end has."""
         self.changes = trio.lowlevel.ParkingLot()

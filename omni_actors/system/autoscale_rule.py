@@ -89,7 +89,7 @@ class AutoscaleRule:
     def __init__(self, settings: Autoscale, concurrency: int) -> None:
         self._settings, self._concurrency = settings, concurrency
         self._samples = deque[_Sample]()
-        """Those of the time over which arrivals are counted, and the last one before."""
+        """The samples of the time over which arrivals are counted, and the last one before."""
         self._service_s: float | None = None
         """The seconds of service of one request, as last measured."""
         self._down_numbers = deque[tuple[float, int]]()

@@ -27,7 +27,7 @@ from omni_actors.supervisor.supervisor import Supervisor
 CALL_TIMEOUT_S = 10.0
 
 Replies: TypeAlias = dict[str, list[Reply]]
-"""By stage, the reply of each of its replicas in their order, standbys included."""
+"""The reply of each replica of a stage in their order, standbys included, by stage."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from omni_actors.errors import StageFailed, StartTimedOut, SystemClosed
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.routes import routes_of, topological
-from omni_actors.supervisor.calls import CALL_MESSAGES
 from omni_actors.supervisor.edges import Edges
 from omni_actors.supervisor.nodes import HasNodes
 from omni_actors.supervisor.process import LocalSpawner, Spawner
@@ -87,17 +86,13 @@ class OmniSystem(
             resumable_stages={name for name in self._nodes if pipeline.resumable(name)},
             on_end=lambda request: self._ended.closed(request),
         )
-        # One half of a mailbox is for what each request may cause: Start with its journal and checkpoint, Abort, Resend
-        # or Switch after the restart of another stage, Resume after Pause. While the other half is full, requests are
-        # neither admitted nor paused. Calls have room of their own, twice, because of the two halves.
-        capacity = 14 * pipeline.limits.max_requests + 4 * len(self._nodes) + 2 * CALL_MESSAGES + 16
         self._supervisor = Supervisor(
             workers.worker_specs(pipeline, models, topological(self._nodes)),
             {name: pipeline.stages[name] for name in topological(self._nodes)},
             edges=self._edges,
             spawner=spawner,
             listener=self._orchestrator.events,
-            mailbox_capacity=capacity,
+            mailbox_capacity=workers.mailbox_capacity(pipeline),
         )
         for name, stage in pipeline.stages.items():
             self._orchestrator.pools.want(name, stage.replicas)

@@ -14,7 +14,7 @@ from omni_actors.orchestrator.pieces import Inputs, Segments
 from omni_actors.stages.diffusion.options import width_and_height
 
 _USUAL_PIXELS, _USUAL_STEPS = 2**20, 50
-"""Of a picture whose size or steps neither the request nor the stage's options define."""
+"""The size and steps of a picture for which neither the request nor the stage's options define."""
 
 
 def with_named_size(params: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from omni_actors.config import Pipeline
 from omni_actors.protocol.messages import CLIENT, Address, Gathering, WorkerSpec
 from omni_actors.stages import assets
+from omni_actors.supervisor.calls import CALL_MESSAGES
 from omni_actors.supervisor.edges import EdgeSpec
 from omni_actors.system import machine
 
@@ -17,6 +18,11 @@ WORKER_DESCRIPTORS, RING_DESCRIPTORS = 8, 4
 CONNECT_DESCRIPTORS = 3
 """The copies of a ring's descriptors in the message that connects one worker to the ring. The parent has them open
 until the message is sent. When a worker starts, the parent posts the messages about all its rings at once."""
+REQUEST_MESSAGES = 7
+"""Control messages that one request may cause: Start with its JournalPart and CheckpointMemory; Abort; Resend and
+Switch, after the restart of another stage; Resume, after Pause."""
+STAGE_MESSAGES, OTHER_MESSAGES = 2, 8
+"""Places in a mailbox for messages that come once for each stage of the pipeline, and for all others."""
 
 
 def edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
@@ -66,6 +72,18 @@ def worker_spec(
         resumable=pipeline.resumable(name),
         gathering=None if pipeline.async_chunk else bounds,
     )
+
+
+def mailbox_capacity(pipeline: Pipeline) -> int:
+    """Return how many control messages may wait for one worker.
+
+    One half of a mailbox has room for the messages that may be posted at one time. While the other half is full,
+    requests are neither admitted nor paused. The room is counted with one JournalPart for each request. If several for
+    one request fill the mailbox, its worker is killed, as any worker that does not read (``Replica.post``).
+    """
+    requests = REQUEST_MESSAGES * pipeline.limits.max_requests
+    stages = STAGE_MESSAGES * len(pipeline.stages)
+    return 2 * (requests + stages + CALL_MESSAGES + OTHER_MESSAGES)
 
 
 def _directory(model: str | None) -> str | None:

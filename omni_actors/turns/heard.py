@@ -47,7 +47,7 @@ class SpokenAnswer:
     def __init__(self) -> None:
         self._text = ""
         self._audible = bytearray()
-        """Of each frame of the sound, 1 if it carries speech."""
+        """Whether each frame of the sound carries speech: 1 if it does."""
         self._rest = np.empty(0, np.float32)
         self._rate = 0
         self._sentences: list[_Sentence] = []

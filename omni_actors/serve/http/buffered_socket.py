@@ -36,7 +36,7 @@ class BufferedSocket:
     """A connected socket. buffer: the bytes that were received and not used yet."""
 
     scheme: ClassVar[str] = "http"
-    """Of the URLs under which clients reach it."""
+    """The scheme of the URLs under which clients reach it."""
 
     def __init__(self, sock: trio.socket.SocketType) -> None:
         self._socket = sock

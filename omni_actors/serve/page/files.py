@@ -33,7 +33,7 @@ MEDIA_TYPES = {
     "svg": "image/svg+xml",
     "LICENSE": "text/plain; charset=utf-8",
 }
-"""By the end of a file's name. Files with another end are not served."""
+"""The media type of a file, by the end of its name. Files with another end are not served."""
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "

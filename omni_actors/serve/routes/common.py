@@ -56,7 +56,7 @@ _NEEDS = {
     "/v1/images/generations": (_Need({"messages"}, {"image"}, "makes no pictures"),),
     "/v1/images/edits": (_Need({"messages", "image"}, {"image"}, "edits no pictures"),),
 }
-"""By route, what a pipeline needs to serve it: any one of these. Routes that are not here need nothing of the graph.
+"""What a pipeline needs to serve a route: any one of these. Routes that are not here need nothing of the graph.
 
 An engine without embeddings or tokens answers 501 itself.
 """
@@ -213,7 +213,7 @@ class Completion:
         self.count = prompts * body.n
         """The number of choices."""
         self.finish_reasons = ["stop"] * self.count
-        """Of each choice, as far as it is known."""
+        """The finish reason of each choice; "stop" until another one is known."""
         self._tokens: dict[int, tuple[int, int]] = {}
         """The tokens of the prompt and of the answer, by choice."""
 

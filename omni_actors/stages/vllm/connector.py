@@ -66,7 +66,7 @@ class SavedBlock:
 class _Save:
     request: str
     number: int
-    """Of the first block."""
+    """The number of the first block."""
     ids: list[int]
     """Places of the blocks in the cache."""
 
@@ -108,7 +108,7 @@ class RingConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._step = _Step()
         # of the worker
         self._caches: list[Tensor] = []
-        """Of each layer, (blocks, …)."""
+        """The cache of each layer, (blocks, …)."""
         self._saved: list[SavedBlock] = []
         self._offered: dict[str, list[Tensor]] = {}
         """Blocks by the name of their transfer."""

@@ -50,9 +50,9 @@ class SimulatedAgent:
         self._descriptors, self._run, self._on_end, self._on_lost = descriptors, run, on_end, on_lost
         self.alive = True
         self.processes: list[SimulatedWorker] = []
-        """Those that were started here and are not reaped."""
+        """The workers that were started here and are not reaped."""
         self._waiting: list[SimulatedWorker] = []
-        """Those that start when there is a lease."""
+        """The workers that start when there is a lease."""
         self._held = HeldLease(LEASE_S)
         self._asks = False
         # the parent's side

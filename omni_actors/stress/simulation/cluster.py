@@ -82,7 +82,7 @@ class SimulatedCluster:
         """The processes that run, on whichever node, and their nodes."""
         self._rings: list[Ring] = []
         self.edges: dict[int, EdgeRings] = {}
-        """By generation: those on other nodes than the parent's that are not closed everywhere."""
+        """The edges on other nodes than the parent's that are not closed everywhere, by generation."""
         self.down: set[str] = set()
         """The nodes without power."""
         self.agents = {node.name: self._agent(node.name) for node in nodes[1:]}

@@ -36,4 +36,4 @@ class Work:
 
 
 WORK = Work()
-"""That of the schedule that runs: engines are made by their import path."""
+"""The work of the schedule that runs: engines are made by their import path."""
