@@ -120,7 +120,7 @@ class StartTimedOut(OmniError):
 
     def __init__(self, timeout_s: float, not_ready: Mapping[tuple[str, int], str]) -> None:
         self.timeout_s, self.not_ready = timeout_s, dict(not_ready)
-        waiting = ", ".join(f"{stage}[{number}] ({note})" for (stage, number), note in self.not_ready.items())
+        waiting = ", ".join(f"{stage}.{number} ({note})" for (stage, number), note in self.not_ready.items())
         super().__init__(f"not ready within {timeout_s:g} s (start_timeout_s): {waiting}")
 
 
@@ -334,13 +334,14 @@ class CallError(OmniError):
     """A replica did not answer a call.
 
     Attributes:
-        stage, replica: Which replica.
+        stage, replica: Which replica; ``replica`` is None if the stage has no replicas.
         capability: What the call asked for.
     """
 
-    def __init__(self, stage: str, replica: int, capability: str, why: str) -> None:
+    def __init__(self, stage: str, replica: int | None, capability: str, why: str) -> None:
         self.stage, self.replica, self.capability = stage, replica, capability
-        super().__init__(f"stage {stage!r} (replica {replica}) did not answer {capability!r}: {why}")
+        which = "" if replica is None else f" (replica {replica})"
+        super().__init__(f"stage {stage!r}{which} did not answer {capability!r}: {why}")
 
 
 class CallTimedOut(CallError):
@@ -368,7 +369,7 @@ class TooManyCalls(CallError):
 
 
 class WorkerLost(CallError):
-    """A replica has no worker at the moment, or its worker ended before it answered.
+    """A replica has no worker at the moment, or its worker ended before it answered; or a stage has no replicas.
 
     Attributes:
         exit: How the worker ended; if there was none, how the replica's last worker died. None if no worker has died.
@@ -379,7 +380,7 @@ class WorkerLost(CallError):
     def __init__(
         self,
         stage: str,
-        replica: int,
+        replica: int | None,
         capability: str,
         exit: WorkerExit | None,
         *,
@@ -389,6 +390,8 @@ class WorkerLost(CallError):
         self.exit, self.raised, self.had_worker = exit, raised, had_worker
         if had_worker:
             why = "its worker " + ("was stopped before it answered" if exit is None else f"died: {exit}")
+        elif replica is None:
+            why = "it has no replicas"
         else:
             why = "it has no worker" + ("" if exit is None else f"; its last death: {exit}")
         super().__init__(stage, replica, capability, why)
@@ -441,10 +444,12 @@ class StageUnavailable(RequestError):
         cause: Why it failed.
         retry_after_s: Estimated seconds until the supervisor has tried the stage again and it has loaded; None if it is
             not tried again.
+        retryable: Whether it is tried again.
     """
 
     def __init__(self, cause: StageFailed, retry_after_s: float | None = None) -> None:
         self.stage, self.cause, self.retry_after_s = cause.stage, cause, retry_after_s
+        self.retryable = retry_after_s is not None
         when = "" if retry_after_s is None else f"; it is tried again and may be ready in {retry_after_s:.0f} s"
         super().__init__(f"stage {cause.stage!r} is not available: {cause.reason}{when}")
 

@@ -74,6 +74,15 @@ async def test_tokens_come_from_the_first_replica_that_answers() -> None:
             os.kill(pid_of(omni, "able"), signal.SIGCONT)
 
 
+async def test_a_stage_without_replicas_says_so_when_tokens_are_asked_of_it() -> None:
+    stage = Stage(engine="echo", accepts=("messages",), emits="text", replicas=0)
+    async with OmniSystem.open(Pipeline(name="empty", stages={"echo": stage})) as omni:
+        with pytest.raises(WorkerLost) as caught:
+            await omni.tokenize("x")
+    assert str(caught.value) == "stage 'echo' did not answer 'tokenize': it has no replicas"
+    assert (caught.value.replica, caught.value.exit) == (None, None)
+
+
 async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_times_out_alone() -> None:
     async with opened(standby=1) as omni:
         replies = await omni.call("notes")

@@ -9,6 +9,7 @@ import pytest
 
 from omni_actors import errors
 from omni_actors.errors import Death, OmniError, WorkerExit
+from omni_actors.protocol.messages import Address
 
 EXIT = WorkerExit(pid=1, signal="SIGKILL", exit_code=None, stderr_tail=("last line",))
 FAILED = errors.StageFailed("llm", 0, "why", [Death(generation=1, at=0.0, exit=EXIT)])
@@ -35,6 +36,7 @@ EACH = [
     errors.CallTimedOut("llm", 0, "sleep", 1.0),
     errors.TooManyCalls("llm", 0, "sleep", 16),
     errors.WorkerLost("llm", 0, "sleep", EXIT, raised=True, had_worker=True),
+    errors.WorkerLost("llm", None, "tokenize", None),
     FAILED,
 ]
 
@@ -53,3 +55,14 @@ def test_each_error_that_can_be_raised_is_among_them() -> None:
     found = {each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, OmniError)}
     bases = {base for each in found for base in each.__bases__}
     assert found - bases == {type(error) for error in EACH} - bases
+
+
+def test_an_error_names_a_replica_as_its_address_does() -> None:
+    late = errors.StartTimedOut(1.0, {("llm", 0): "loading"})
+    assert str(late) == f"not ready within 1 s (start_timeout_s): {Address('llm', 0)} (loading)"
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 30.0])
+def test_a_request_for_a_failed_stage_is_retryable_if_the_stage_is_tried_again(retry_after_s: float | None) -> None:
+    error = errors.StageUnavailable(FAILED, retry_after_s)
+    assert error.retryable == ("is tried again" in str(error)) == (retry_after_s is not None)

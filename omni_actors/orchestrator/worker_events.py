@@ -87,7 +87,8 @@ class WorkerEvents:
             return  # about the aborted start: the worker has not confirmed the new one
         if event is not None and not request.replay_state.accepts(stage, event):
             phase = request.replay_state.stages[stage].phase
-            raise ProtocolViolation(f"{type(message).__name__} about a request that is {phase.value}")
+            what = f"{type(message).__name__} for request {message.request}"
+            raise ProtocolViolation(f"{what}, which is {phase.value} in stage {stage!r}")
         match message:
             case messages.Started():
                 self._dispatcher.confirm_restart(request, address)

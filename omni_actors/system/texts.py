@@ -175,6 +175,8 @@ class TextControl(Control):
         if not readers:
             raise Unsupported(next(iter(self.pipeline.stages)), capability, "no stage reads prompts")
         calls = self._begin_calls(capability, arguments, self._stages(readers), timeout_s)
+        if not calls:
+            raise WorkerLost(readers[0], None, capability, None)
         replies: dict[str, list[Reply]] = {}
         for stage in readers:
             replies[stage] = await _until_value([call for call in calls if call.address.stage == stage])
@@ -184,14 +186,15 @@ class TextControl(Control):
 
 
 def first_value(replies: Mapping[str, Sequence[Reply]]) -> Any:
-    """Return the first value of a replica; without one, raise the error that says most about the arguments."""
+    """Return the first value of a replica; without one, raise the error that says most about the arguments.
+
+    At least one replica has replied.
+    """
     every = [reply for stage in replies.values() for reply in stage]
     for reply in every:
         if reply.error is None:
             return reply.value
     errors = [reply.error for reply in every if reply.error is not None]
-    if not errors:
-        raise WorkerLost(next(iter(replies), ""), 0, "a call", None)  # the stage has no replica
     raise min(errors, key=lambda error: (isinstance(error, Unsupported), not isinstance(error, InvalidRequest)))
 
 
