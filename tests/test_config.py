@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 
 from omni_actors import config
 from omni_actors.config import Pipeline, Stage
+from omni_actors.config.document import OPEN_PARAMETERS
 from omni_actors.errors import ConfigError
 from omni_actors.system import OmniSystem
 from tests.support.two_stages import GOOD
+
+RESTART = "stages.first.restart"
 
 
 @pytest.fixture
@@ -44,10 +48,17 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         "enigne: echo\n    accepts",
         4,
         "stages.first.enigne",
-        "enigne",
+        "echo",
         "engine",
     ),
-    "field missing": ("    engine: echo\n    accepts", "    accepts", 4, "stages.first", None, "a value for 'engine'"),
+    "field missing": (
+        "    engine: echo\n    accepts",
+        "    accepts",
+        4,
+        "stages.first.engine",
+        None,
+        "a value for 'engine'",
+    ),
     "unknown engine": ("engine: echo\n    i", "engine: ehco\n    i", 7, "stages.second.engine", "ehco", "mean 'echo'"),
     "unknown source": ("[first]", "[frist]", 8, "stages.second.inputs.0", "frist", "did you mean 'first'?"),
     "a stage that is not a mapping": (
@@ -68,7 +79,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
     ),
     "former name of a timeout": (
         *("emits: audio", "emits: audio\n    step_s: 5", 10),
-        *("stages.second.step_s", "step_s", "did you mean 'step_timeout_s'?"),
+        *("stages.second.step_s", 5, "did you mean 'step_timeout_s'?"),
     ),
     "wrong type in a list": ("[script]", "[script, 7]", 5, "stages.first.accepts[1]", 7, "text"),
     "number out of range": ("emits: audio", "emits: audio\n    threads: -1", 10, "stages.second.threads", -1, ">= 0"),
@@ -77,7 +88,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         "[script]\n    options: {stp_s: 1}",
         6,
         "stages.first.options.stp_s",
-        "stp_s",
+        1,
         "'step_s'",
     ),
     "option of a wrong type": (
@@ -86,11 +97,11 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
     ),
     "unknown default": (
         *("[script]", "[script]\n    defaults: {temperature: 1}", 6),
-        *("stages.first.defaults.temperature", "temperature", "one of"),
+        *("stages.first.defaults.temperature", 1, "one of"),
     ),
     "unknown field inside a section": (
         *("[script]", "[script]\n    restart:\n      intesity: 1", 7),
-        *("stages.first.restart.intesity", "intesity", "did you mean 'intensity'?"),
+        *("stages.first.restart.intesity", 1, "did you mean 'intensity'?"),
     ),
     "cycle": ("accepts: [script]", "inputs: [second]", 3, "stages", "first -> second -> first", "no cycle"),
     "a stage that is its own input": ("[first]", "[first, second]", 3, "stages", "second -> second", "no cycle"),
@@ -113,18 +124,18 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         "    autoscale: {mxa: 3}\n    inputs",
         8,
         "stages.second.autoscale.mxa",
-        "mxa",
+        3,
         "did you mean 'max'?",
     ),
     "no stages": (GOOD, "name: two\n", None, "stages", None, "stage"),
-    "no name": ("name: two\n", "", None, "(document)", None, "a value for 'name'"),
-    "unknown field at the top": ("name: two", "name: two\nlimit: {}", 2, "limit", "limit", "'limits'"),
+    "no name": ("name: two\n", "", None, "name", None, "a value for 'name'"),
+    "unknown field at the top": ("name: two", "name: two\nlimit: {}", 2, "limit", [], "'limits'"),
     "a section by a similar name": (
         "stages:",
         "stage:",
         3,
         "stage",
-        "stage",
+        ["first", "second"],
         "limits, modalities, name, pin_rings, stages, start_timeout_s; did you mean 'stages'?",
     ),
     "the source of the document inside it": (
@@ -132,7 +143,7 @@ BROKEN: dict[str, tuple[str, str, int | None, str, object, str]] = {
         "name: two\nfile: x",
         2,
         "file",
-        "file",
+        "x",
         "one of async_chunk, cluster, cpu_sharing, description, device_handles, limits",
     ),
     "empty": (GOOD, "", None, "(document)", None, "mapping"),
@@ -196,7 +207,7 @@ def test_a_tab_as_indentation_is_named_and_shown_as_it_is_written(tmp_path: Path
 
 def test_an_error_about_a_command_line_override_names_the_flag(good: Path) -> None:
     error = refused(good, config.parse_overrides(["stages.first.threds=2"]))
-    assert str(error).startswith("--set: stages.first.threds: found 'threds'; accepted: one of ")
+    assert str(error).startswith("--set: stages.first.threds: found 2; accepted: one of ")
 
 
 def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
@@ -221,7 +232,7 @@ def test_a_path_must_name_a_file(name: str, tmp_path: Path) -> None:
     ("overrides", "place", "found", "accepted"),
     [
         ({"stages.frist.threads": 1}, "stages.frist", "frist", "did you mean 'first'?"),
-        ({"stages.first.threds": 1}, "stages.first.threds", "threds", "did you mean 'threads'?"),
+        ({"stages.first.threds": 1}, "stages.first.threds", 1, "did you mean 'threads'?"),
         ({"stages.first.threads": "one"}, "stages.first.threads", "one", "an integer"),
         ({"stages.first.engine": "ehco"}, "stages.first.engine", "ehco", "did you mean 'echo'?"),
         ({"stages.first.accepts.0": "a"}, "stages.first.accepts", ["script"], "mapping"),
@@ -230,6 +241,18 @@ def test_a_path_must_name_a_file(name: str, tmp_path: Path) -> None:
         ({"stages.first.options": {"fan_out": 0}}, "stages.first.options.fan_out", 0, ">= 1"),
         ({"stages": {}}, "stages", {}, "mapping"),
         ({"limits.max_requests": 0}, "limits.max_requests", 0, ">= 1"),
+        ({"wait_redy": False}, "wait_redy", False, "start_timeout_s; did you mean 'wait_ready'?"),
+        ({"threads": 2}, "threads", 2, "; for one stage: stages.NAME.threads"),
+        ({"stages": {"first": {"threads": 2}}}, "stages.first.engine", None, "replaces the whole mapping"),
+        ({"limits.retain_bytes": 2**40}, "limits.retain_bytes", 2**40, "worker_retain_bytes, which is 268435456"),
+        *(
+            ({f"{RESTART}.{field}": value}, f"{RESTART}.{field}", value, accepted)
+            for field, value, accepted in [
+                ("backoff_s", 11.0, "at most backoff_max_s, which is 10.0"),
+                ("backoff_max_s", 0.05, "at least backoff_s, which is 0.1 by default"),
+                ("retry_s", 601.0, "at most retry_max_s, which is 600.0"),
+            ]
+        ),
     ],
 )
 def test_an_error_about_an_override_names_the_override(
@@ -240,6 +263,16 @@ def test_an_error_about_an_override_names_the_override(
     assert accepted in error.accepted
     if place not in ("stages", "stages.second"):  # a mapping of the file that lacks something
         assert error.file == "overrides"
+
+
+def test_the_parameters_that_a_keyword_may_mean_are_those_of_open() -> None:
+    keyword_only = [each for each in signature(OmniSystem.open).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    assert sorted(each.name for each in keyword_only) == list(OPEN_PARAMETERS)
+
+
+def test_a_field_may_equal_its_bound(good: Path) -> None:
+    bounds = {"stages.first.restart": {"backoff_s": 10, "retry_s": 600}, "limits.worker_retain_bytes": 64 * 1024**2}
+    assert config.load(good, bounds).limits.retain_bytes == 64 * 1024**2
 
 
 def test_a_pipeline_object_is_checked_like_a_file() -> None:

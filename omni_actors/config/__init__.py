@@ -58,8 +58,9 @@ def load(config: str | Path | Pipeline, overrides: Mapping[str, Any] | None = No
     Args:
         config: The name of a shipped pipeline (see ``config_names``), the path of a YAML file, a model (a checkpoint
             directory, a built-in model, or "owner/name" in the local Hugging Face cache), or a ``Pipeline``.
-        overrides: Dotted path to value, applied before the check: ``{"stages.llm.threads": 2}``. "model" and
-            "tokenizer" stand for those of all stages.
+        overrides: Dotted path to value, applied before the check: ``{"stages.llm.threads": 2}``. A value replaces
+            what is at its path, also a mapping: ``{"stages": {"llm": {"threads": 2}}}`` would leave that one stage
+            alone, with nothing but its threads. "model" and "tokenizer" stand for those of all stages.
 
     Returns:
         The pipeline. It is complete: every default is filled in.

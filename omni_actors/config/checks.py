@@ -9,13 +9,13 @@ from __future__ import annotations
 import graphlib
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import msgspec
 
 from omni_actors.config.devices import VISIBLE, DeviceLayoutError, check_length, configured_devices, stage_layout
-from omni_actors.config.document import Document, one_of
+from omni_actors.config.document import OPEN_PARAMETERS, OVERRIDES, Assignments, Document, one_of
 from omni_actors.config.schema import NAME_PATTERN, Pipeline, Section, Sections, Stage
 from omni_actors.protocol.messages import CLIENT
 from omni_actors.stages.registry import ENGINES
@@ -23,6 +23,10 @@ from omni_actors.validation import split_path
 
 OPTIONS_BYTES = 64 * 1024
 """Most bytes of a stage's encoded options: they travel in one control message."""
+LIMIT_BOUNDS = (("retain_bytes", "worker_retain_bytes"),)
+"""Fields of ``limits`` that another one bounds, and that one."""
+RESTART_BOUNDS = (("backoff_s", "backoff_max_s"), ("retry_s", "retry_max_s"))
+"""The same of ``restart``."""
 
 
 def pipeline_from(document: Document) -> Pipeline:
@@ -42,8 +46,10 @@ def pipeline_from(document: Document) -> Pipeline:
     _check_sources(pipeline, document)
     _check_outputs(pipeline, document)
     _check_cluster(pipeline, document)
+    _check_bounds(pipeline.limits, LIMIT_BOUNDS, "limits", document)
     for stage in pipeline.stages:
         _check_engine(pipeline, stage, document)
+        _check_bounds(pipeline.stages[stage].restart, RESTART_BOUNDS, f"stages.{stage}.restart", document)
         _check_autoscale(pipeline.stages[stage], f"stages.{stage}", document)
         _check_devices(pipeline, stage, document)
     return pipeline
@@ -133,6 +139,16 @@ def _check_autoscale(stage: Stage, path: str, document: Document) -> None:
         raise document.error(f"{path}.replicas", stage.replicas, accepted)
 
 
+def _check_bounds(section: Section, pairs: Iterable[tuple[str, str]], path: str, document: Document) -> None:
+    """Check that no field exceeds its bound. The error is about the bound if the field has its default."""
+    for field, bound in pairs:
+        value, most = getattr(section, field), getattr(section, bound)
+        if value > most and f"{path}.{field}" not in document.origins:
+            raise document.error(f"{path}.{bound}", most, f"at least {field}, which is {value} by default")
+        if value > most:
+            raise document.error(f"{path}.{field}", value, f"at most {bound}, which is {most}")
+
+
 def _check_devices(pipeline: Pipeline, name: str, document: Document) -> None:
     """Check what does not depend on this machine: which devices are visible is looked up when a system is opened.
 
@@ -184,13 +200,27 @@ def _convert(value: Any, schema: type[Any], path: str, document: Document) -> An
             # msgspec does not tell which entry is wrong. The others may be secrets, as in ``env``.
             found = {key: each for key, each in found.items() if not isinstance(each, str)} or list(found)
         if unknown := re.search(r"unknown field `(.*)`", message):
-            known = sorted(field.encode_name for field in msgspec.structs.fields(_type_at(schema, inner)))
-            where, found, message = f"{where}.{unknown[1]}".lstrip("."), unknown[1], one_of(unknown[1], known)
+            found = _look_up(found, unknown[1])
+            found = list(found) if isinstance(found, Mapping) else found  # its values may be secrets
+            message = _known(unknown[1], where, _type_at(schema, inner), document)
+            where = f"{where}.{unknown[1]}".lstrip(".")
         elif message.startswith("Invalid enum value"):
             message = one_of(found, get_args(_type_at(schema, inner)))
         elif missing := re.search(r"missing required field `(.*)`", message):
+            where = f"{where}.{missing[1]}".lstrip(".")
             found, message = None, f"a value for {missing[1]!r}"
+            if document.origin(where) in (OVERRIDES, Assignments.origin):
+                message += ", because the override replaces the whole mapping; name the paths inside it instead"
         raise document.error(where, found, message.removeprefix("expected ").partition(", got ")[0]) from error
+
+
+def _known(unknown: str, path: str, schema: type[Section], document: Document) -> str:
+    """Return in words which fields the section at ``path`` has, in place of ``unknown``."""
+    known = sorted(field.encode_name for field in msgspec.structs.fields(schema))
+    if not path and unknown in Stage.__struct_fields__:
+        return f"one of {', '.join(known)}; for one stage: stages.NAME.{unknown}"
+    is_keyword = not path and document.origin(unknown) == OVERRIDES
+    return one_of(unknown, known, also=OPEN_PARAMETERS if is_keyword else ())
 
 
 def _look_up(value: Any, inner: str) -> Any:

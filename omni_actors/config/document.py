@@ -9,7 +9,7 @@ Rules for a document that changes another one
 3. Options belong to their engine: a stage that gets another engine keeps none of its options.
 4. ``model`` and ``tokenizer`` at the top level stand for those of all stages that have one.
 
-An override replaces the whole value at its path; rules 3 and 4 hold for it, too.
+An override replaces the whole value at its path, also a mapping; rules 3 and 4 hold for it, too.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ DEFAULT = "default"
 """Origin of a value that is written nowhere."""
 OVERRIDES = "overrides"
 """Origin of an override from Python."""
+OPEN_PARAMETERS = ("cluster", "overrides", "spawner", "tracer_provider", "wait_ready")
+"""The parameters of ``OmniSystem.open`` that are no overrides: a misspelt one is taken for an override."""
 
 
 class Assignments(dict[str, Any]):
@@ -164,17 +166,21 @@ class Document:
 
     def error(self, path: str, found: Any, accepted: str) -> ConfigError:
         """Return the error for the value at ``path``, with the origin of that value."""
+        return ConfigError(self.origin(path), path or "(document)", found, accepted)
+
+    def origin(self, path: str) -> str:
+        """Return the origin of the value at ``path``, or of the nearest mapping around it."""
         written = path if path in self.origins else path.replace("[", ".[")
         while written and written not in self.origins:
             written = written.rpartition(".")[0]
-        return ConfigError(self.origins[written] if written else self.file, path or "(document)", found, accepted)
+        return self.origins[written] if written else self.file
 
 
-def one_of(found: object, accepted: Iterable[str]) -> str:
-    """Return the accepted names as words, with a suggestion where one of them resembles ``found``."""
+def one_of(found: object, accepted: Iterable[str], *, also: Iterable[str] = ()) -> str:
+    """Return the accepted names as words, with a suggestion where one of them, or of ``also``, resembles ``found``."""
     names, typed = list(accepted), str(found)
     longer = [name for name in names if name.startswith(f"{typed.removesuffix('_s')}_")]  # step_s: step_timeout_s
-    close = longer or difflib.get_close_matches(typed, names, n=1)
+    close = longer or difflib.get_close_matches(typed, [*names, *also], n=1)
     return f"one of {', '.join(names)}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 

@@ -126,8 +126,9 @@ class OmniSystem(
             cluster: Start the workers on the nodes of a Ray cluster, where the pipeline's section ``cluster`` places
                 them (docs/cluster.md): the address of its head, "auto", or "local" to start one on this machine.
                 Not together with ``spawner``.
-            overrides: Dotted path to value: ``overrides={"stages.llm.threads": 2}``. "model" and "tokenizer" stand for
-                those of all stages.
+            overrides: Dotted path to value: ``overrides={"stages.llm.threads": 2}``. A value replaces what is at its
+                path, also a mapping, so write ``stages.llm.threads`` and not ``{"stages": {"llm": …}}``. "model" and
+                "tokenizer" stand for those of all stages.
             tracer_provider: OpenTelemetry's; it receives a trace of each request, and is not shut down here.
             more_overrides: The same as keywords: ``model="/data/mine"``, ``**{"stages.llm.threads": 2}``.
 
