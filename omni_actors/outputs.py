@@ -183,7 +183,8 @@ class Output(msgspec.Struct, frozen=True):
         total: With ``output_kind="cumulative"``: all text (str) or all sound (``AudioChunk``) of the stage so far, this
             delta included, or the newest picture. Outputs with an "index" in their data, such as the number of a
             recording, are counted by index. None if there was nothing, and with ``output_kind="delta"``.
-        index: Position of its prompt in a list of prompts; 0 otherwise.
+        index: Position of its prompt in a list of prompts; 0 otherwise. ``data["index"]`` is another number: that of a
+            recording of the prompt, or of one of the choices (``n``) that an engine makes in one request.
     """
 
     request_id: str
