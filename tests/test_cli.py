@@ -72,7 +72,7 @@ stages:
 
 
 def test_ask_as_json_is_one_object_on_standard_output() -> None:
-    result = invoke("ask", "--config", "echo", "hello", "--json")
+    result = invoke("ask", "--pipeline", "echo", "hello", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     answer = json.loads(result.stdout)
     assert answer["text"] == "hello"
@@ -93,6 +93,13 @@ def test_ask_prints_the_answer_alone_on_standard_output() -> None:
     assert (code, out) == (0, "hello\n")
     assert "2 stages ready" in err
     assert "TTFT" in err
+
+
+@pytest.mark.parametrize("command", ["ask", "draw", "serve", "config explain", "stress", "prepare", "chat", "doctor"])
+def test_every_command_that_takes_a_pipeline_names_it_so(command: str) -> None:
+    usage = invoke(*command.split(), "--help").stdout
+    assert "PIPELINE" in usage
+    assert "CONFIG" not in usage
 
 
 @pytest.mark.parametrize(

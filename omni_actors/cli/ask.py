@@ -25,7 +25,15 @@ from omni_actors.system import OmniSystem
 
 @click.command()
 @click.argument("question", required=False)
-@click.option("--config", "config", type=PIPELINE, default="voice", show_default=True, help="A pipeline or a model.")
+@click.option(
+    "--config",
+    "--pipeline",
+    "config",
+    type=PIPELINE,
+    default="voice",
+    show_default=True,
+    help="A pipeline or a model.",
+)
 @click.option("-a", "--audio", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A spoken question.")
 @click.option(
     "-o",

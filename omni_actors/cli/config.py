@@ -45,7 +45,7 @@ def schema() -> None:
 
 
 @config_group.command("explain")
-@click.argument("config", default="voice", type=PIPELINE)
+@click.argument("config", metavar="[PIPELINE]", default="voice", type=PIPELINE)
 @click.option("--all", "show_all", is_flag=True, help="Print the default values too.")
 @click.option("--json", "as_json", is_flag=True, help="Print every value, as a JSON array of {path, value, origin}.")
 @click.option(
@@ -57,9 +57,9 @@ def schema() -> None:
 )
 @override_option
 def explain(config: str, show_all: bool, as_json: bool, nodes_file: Path | None, assignments: tuple[str, ...]) -> None:
-    """Print the configured values of CONFIG, their origin, and the memory that the workers need on each device.
+    """Print the configured values of PIPELINE, their origin, and the memory that the workers need on each device.
 
-    CONFIG is a pipeline (a name or a file) or a model (a directory or a name on a hub). The memory is that of the
+    PIPELINE is a pipeline (a name or a file) or a model (a directory or a name on a hub). The memory is that of the
     weights and of the full key-value cache, as the checkpoint's files state it; bytes in JSON. What this machine lacks
     to run the pipeline is reported on standard error, with exit code 2.
 

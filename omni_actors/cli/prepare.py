@@ -15,9 +15,9 @@ from omni_actors.system import machine
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, type=PIPELINE)
+@click.argument("names", metavar="PIPELINE...", nargs=-1, required=True, type=PIPELINE)
 def prepare(names: tuple[str, ...]) -> None:
-    """Prepare the models of the pipelines (or the models) NAMES: download them, or convert them once.
+    """Prepare the models of each PIPELINE (or the model itself): download them, or convert them once.
 
     If packages are missing, the command names all of them at once, with the command that installs them.
     """

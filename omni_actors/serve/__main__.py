@@ -1,4 +1,4 @@
-"""``python -m omni_actors.serve CONFIG``."""
+"""``python -m omni_actors.serve PIPELINE``."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 
 
 @click.command()
-@click.argument("configs", metavar="CONFIG...", nargs=-1, required=True, type=PIPELINE)
+@click.argument("configs", metavar="PIPELINE...", nargs=-1, required=True, type=PIPELINE)
 @_setting("--host", click.STRING, "Address to listen on.")
 @_setting("--port", click.IntRange(0, 65535), "0 selects a free port.")
 @click.option(
@@ -124,10 +124,11 @@ def serve_command(
     verbose: bool,
     **options: Any,
 ) -> None:
-    """Serve the pipeline CONFIG (a name or a path) with an API compatible with OpenAI's.
+    """Serve PIPELINE (a name or a path) with an API compatible with OpenAI's.
 
-    CONFIG may also be a model: a directory, or a name on a hub. Several pipelines share the server, and requests choose
-    one by its name as their model. NAME=CONFIG gives a pipeline another name; --set NAME:PATH=VALUE is for one of them.
+    PIPELINE may also be a model: a directory, or a name on a hub. Several pipelines share the server, and requests
+    choose one by its name as their model. NAME=PIPELINE gives a pipeline another name; --set NAME:PATH=VALUE is for one
+    of them.
     """
     from omni_actors.serve.media.loader import MediaLoader  # the web stack, which other commands need not import
     from omni_actors.serve.server import serve
@@ -151,8 +152,8 @@ def load_pipelines(configs: Sequence[str], assignments: Sequence[str]) -> list[P
     """Return the pipelines of the command line.
 
     Args:
-        configs: each CONFIG or NAME=CONFIG.
-        assignments: the arguments of ``--set``. "NAME:PATH=VALUE" is for the pipeline NAME (or CONFIG, as it was
+        configs: each PIPELINE or NAME=PIPELINE.
+        assignments: the arguments of ``--set``. "NAME:PATH=VALUE" is for the pipeline NAME (or PIPELINE, as it was
             given), others are for all.
 
     Raises ConfigError, also for two pipelines of one name.
@@ -172,13 +173,13 @@ def load_pipelines(configs: Sequence[str], assignments: Sequence[str]) -> list[P
         overrides = configuration.parse_overrides([*own, *([f"name={name}"] if name else [])])
         pipeline = configuration.load(source, overrides)
         if pipeline.name in pipelines:
-            accepted = "a name that no other pipeline of the server has; NAME=CONFIG gives one"
+            accepted = "a name that no other pipeline of the server has; NAME=PIPELINE gives one"
             raise ConfigError(config, "name", pipeline.name, accepted)
         pipelines[pipeline.name] = pipeline
     return list(pipelines.values())
 
 
 def _split_name(config: str) -> tuple[str | None, str]:
-    """Return the name that NAME=CONFIG gives, or None, and the CONFIG."""
+    """Return the name that NAME=PIPELINE gives, or None, and the PIPELINE."""
     found = None if Path(config).exists() else _NAMED.fullmatch(config)
     return (None, config) if found is None else (found[1], found[2])

@@ -79,7 +79,8 @@ async def serve(
     Args:
         config: a pipeline, or its name or path; or several pipelines, whose names differ.
         settings: how the server listens, which requests it refuses, and when it ends.
-        overrides: values that replace those of ``config``, by their path. Only for a single pipeline.
+        overrides: values that replace those of ``config``, by their path. Only for a single pipeline; others are loaded
+            with theirs before (``omni_actors.config.load``).
         media: loads files at URLs. None: only files in the body are allowed.
         announce: called with one line when the server listens, and with one when it is ready. None: they are logged.
         handles_signals: whether SIGINT and SIGTERM stop the server; if not, only cancellation does.
@@ -87,11 +88,13 @@ async def serve(
             while others have (rule 4).
 
     Raises ConfigError, CannotListen (also if the socket is lost), StageFailed (a stage that cannot load, or see
-    ``exit_on_failed_stage``), StartTimedOut.
+    ``exit_on_failed_stage``), StartTimedOut, ValueError (``overrides`` with several pipelines).
     Cancellation ends all requests at once, and stops the workers.
     """
     if isinstance(config, str | Path | Pipeline):
         config = [configuration.load(config, overrides)]
+    elif overrides:
+        raise ValueError("overrides are for a single pipeline; give each its own: omni_actors.config.load(name, {...})")
     certificates = None if settings.ssl_certfile is None else Certificates(settings)
     descriptors = DescriptorBudget.of_this_process()
     failure: OmniError | None = None

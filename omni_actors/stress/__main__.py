@@ -1,4 +1,4 @@
-"""``python -m omni_actors.stress [CONFIG]``."""
+"""``python -m omni_actors.stress [PIPELINE]``."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 
 
 @click.command()
-@click.argument("config", default="echo", type=PIPELINE)
+@click.argument("config", metavar="[PIPELINE]", default="echo", type=PIPELINE)
 @click.option("--minutes", type=Number(min=0, min_open=True), help="Run for this long. [default: 1; with --soak 30]")
 @click.option("--faults", type=AT_LEAST_1, help="Stop after this many faults.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the schedules. [default: random]")
@@ -61,13 +61,13 @@ def stress_command(
     json_file: Path | None,
     assignments: tuple[str, ...],
 ) -> None:
-    """Inject faults into the workers of the pipeline CONFIG while it serves.
+    """Inject faults into the workers of PIPELINE while it serves.
 
     Outputs must equal those of a run without faults. Nothing may be lost, hang, come twice, or be left behind. A
     failing schedule is shrunk and printed as a command that repeats it.
 
-    --simulate ignores CONFIG: it draws its own pipelines, with simulated workers, in one process. The n-th schedule has
-    the seed --seed + n.
+    --simulate ignores PIPELINE: it draws its own pipelines, with simulated workers, in one process. The n-th schedule
+    has the seed --seed + n.
     """
     if nodes is not None and simulate is None:
         raise click.UsageError("--nodes needs --simulate")

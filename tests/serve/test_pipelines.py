@@ -229,16 +229,21 @@ def test_names_and_overrides_on_the_command_line() -> None:
     pipelines = load_pipelines(["echo", "twin=echo"], ["twin:stages.first.threads=2", "limits.max_requests=3"])
     assert [(each.name, each.stages["first"].threads) for each in pipelines] == [("echo", 0), ("twin", 2)]
     assert [each.limits.max_requests for each in pipelines] == [3, 3]
-    with pytest.raises(ConfigError, match="NAME=CONFIG"):
+    with pytest.raises(ConfigError, match="NAME=PIPELINE"):
         load_pipelines(["echo", "echo"], [])
     with pytest.raises(ConfigError, match="stages\\.fist"):
         load_pipelines(["echo", "twin=echo"], ["echo:stages.fist.threads=2"])
 
 
+async def test_overrides_for_several_pipelines_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"overrides are for a single pipeline.*config\.load"):
+        await serve(load_pipelines(["echo"], []), overrides={"stages.first.threads": 2})
+
+
 def test_two_pipelines_of_one_name_are_a_bad_configuration() -> None:
     result = CliRunner().invoke(serve_command, ["echo", "echo"])
     assert result.exit_code == 2
-    assert "NAME=CONFIG" in result.stderr
+    assert "NAME=PIPELINE" in result.stderr
 
 
 @pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
