@@ -89,7 +89,7 @@ def test_an_engine_library_that_is_missing_is_a_warning_with_its_extra(monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     looked = found(libraries.check())
     assert {looked[name].status for name in libraries.ENGINE_LIBRARIES} == {"warning"}
-    assert looked["torch"].remedy == "for the engines of the extra: pip install 'omni-actors[voice]'"
+    assert looked["torch"].remedy == "for the engines of the extra: pip install '.[voice]' in the clone"
 
 
 def test_a_version_that_differs_from_the_lock_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -83,7 +83,7 @@ def draw(
     """Draw a picture of PROMPT, and write it to a file. On a terminal with true colours, watch it emerge."""
     _require_writable(output, n)
     if find_spec("PIL") is None:
-        raise BadConfig("pictures cannot be written: Pillow is not installed; omni-actors[image] has it")
+        raise BadConfig("pictures cannot be written: Pillow is not installed (pip install '.[image]' in the clone)")
     with click_errors():
         pipeline = configuration.load(config, configuration.parse_overrides(assignments))
     if params["seed"] is None and _takes(pipeline, "seed"):

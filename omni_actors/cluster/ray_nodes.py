@@ -275,7 +275,7 @@ async def open_ray(address: str, labels: Collection[str] = ()) -> AsyncIterator[
     if address not in (AUTO, LOCAL) and _HEAD.fullmatch(address) is None:
         raise RayUnavailable(address, f'accepted: HOST:PORT, where its head listens; "{AUTO}"; "{LOCAL}"')
     if importlib.util.find_spec("ray") is None:
-        raise RayUnavailable(address, "Ray is not installed (pip install 'omni-actors[cluster]')")
+        raise RayUnavailable(address, "Ray is not installed (pip install '.[cluster]' in the clone)")
     async with open_shielded_nursery() as nursery:
         agents = RayAgents(address, labels, nursery)
         await agents.connect()

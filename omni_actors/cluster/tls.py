@@ -63,7 +63,7 @@ def make_credentials() -> Credentials:
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
-        accepted = f"true, with the extra installed (pip install 'omni-actors[cluster]'): {error}"
+        accepted = f"true, with the extra installed (pip install '.[cluster]' in the clone): {error}"
         raise ConfigError("cluster", "cluster.tls", True, accepted) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "omni_actors")])

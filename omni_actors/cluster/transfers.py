@@ -89,7 +89,7 @@ class NixlUnavailable(OmniError):
 def require_nixl(file: str) -> None:
     """Raise ConfigError if the package is not installed. file: the pipeline's, for the error."""
     if importlib.util.find_spec(PACKAGE) is None:
-        accepted = "tcp; or nixl, with the extra installed (pip install 'omni-actors[nixl]')"
+        accepted = "tcp; or nixl, with the extra installed (pip install '.[nixl]' in the clone)"
         raise ConfigError(file, "cluster.transport", "nixl", accepted)
 
 
@@ -197,7 +197,7 @@ class Transfers:
     def __init__(self) -> None:
         """Raises NixlUnavailable, OSError (no descriptors, no memory)."""
         if importlib.util.find_spec(PACKAGE) is None:
-            raise NixlUnavailable("the package is not installed (pip install 'omni-actors[nixl]')")
+            raise NixlUnavailable("the package is not installed (pip install '.[nixl]' in the clone)")
         with ExitStack() as undo:
             fd = os.memfd_create("nixl staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             undo.callback(os.close, fd)

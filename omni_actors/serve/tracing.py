@@ -83,7 +83,7 @@ def make_provider(endpoint: str | None) -> TracerProvider | None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        accepted = f"an endpoint, with the extra installed (pip install 'omni-actors[tracing]'): {error}"
+        accepted = f"an endpoint, with the extra installed (pip install '.[tracing]' in the clone): {error}"
         raise ConfigError(origin, "tracing", given[origin], accepted) from error
     # A client could fill the log with malformed contexts, which the SDK reports at this level.
     logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)

@@ -27,7 +27,7 @@ stages:
 cluster: {transport: nixl}
 """
 LEASE_S = 2.0
-EXTRA = r"pip install 'omni-actors\[nixl\]'"
+EXTRA = r"pip install '\.\[nixl\]' in the clone"
 
 
 @pytest.fixture

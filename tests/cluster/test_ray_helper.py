@@ -259,7 +259,7 @@ async def test_what_is_no_address_of_a_cluster_is_reported(address: str) -> None
 
 async def test_a_machine_without_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RayUnavailable, match=r"not installed \(pip install 'omni-actors\[cluster\]'\)"):
+    with pytest.raises(RayUnavailable, match=r"not installed \(pip install '\.\[cluster\]' in the clone\)"):
         async with open_ray("auto"):
             pytest.fail("the block began")
 

@@ -148,7 +148,7 @@ def test_a_plot_needs_matplotlib_and_says_so_before_the_run(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = invoke(*PLOTTED, str(tmp_path / "plot.svg"))
     assert result.exit_code == 2
-    assert "pip install 'omni-actors[bench]'" in result.stderr
+    assert "pip install '.[bench]' in the clone" in result.stderr
 
 
 def test_a_plot_is_written_in_the_format_of_its_name(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class _Files:
             try:
                 accepted = report.plot_formats()  # a run of minutes should not fail at its end
             except ImportError as error:
-                raise click.UsageError("--plot needs matplotlib: pip install 'omni-actors[bench]'") from error
+                raise click.UsageError("--plot needs matplotlib: pip install '.[bench]' in the clone") from error
             if plot.suffix and plot.suffix.removeprefix(".").lower() not in accepted:  # without one, it is a PNG
                 raise click.BadParameter(f"{plot}: accepted are {', '.join(accepted)}", param_hint="--plot")
 

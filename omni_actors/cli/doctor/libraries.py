@@ -57,7 +57,7 @@ def check() -> Iterator[Finding]:
 
 def _library(distribution: str, module: str, extra: str) -> Finding:
     if importlib.util.find_spec(module) is None:
-        remedy = f"for the engines of the extra: pip install 'omni-actors[{extra}]'"
+        remedy = f"for the engines of the extra: pip install '.[{extra}]' in the clone"
         return warning("libraries", distribution, "not installed", remedy)
     return ok("libraries", distribution, importlib.metadata.version(distribution))
 
@@ -76,7 +76,7 @@ def _lock() -> Finding:
         if installed.partition("+")[0] != locked:
             differing.append(f"{name} {installed} (tested: {locked})")
     if differing:
-        remedy = f"pip install -c {path} 'omni-actors[…]'"
+        remedy = f"pip install -c {path} '.[…]' in the clone"
         return warning("libraries", "lock", ", ".join(differing), remedy)
     return ok("libraries", "lock", "all installed packages have the tested versions")
 

@@ -22,7 +22,7 @@ _ENCODERS = trio.CapacityLimiter(2)
 def require_encoder() -> None:
     """Raise HTTPError 501 if this installation cannot encode pictures."""
     if find_spec("PIL") is None:
-        message = "this server cannot encode pictures: Pillow is not installed; omni-actors[image] has it"
+        message = "this server cannot encode pictures: Pillow is not installed (pip install '.[image]' in the clone)"
         raise HTTPError(501, message, code="missing_library")
 
 
