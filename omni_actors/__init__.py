@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omni_actors.config import Pipeline
-    from omni_actors.errors import OmniError, Unsupported
+    from omni_actors.errors import (
+        ConfigError,
+        DeadlineExceeded,
+        InvalidRequest,
+        OmniError,
+        Overloaded,
+        RequestError,
+        StageCrashed,
+        StageUnavailable,
+        Unsupported,
+    )
     from omni_actors.generation import Generation
     from omni_actors.generations import Generations
     from omni_actors.media import VideoClip
@@ -22,15 +32,22 @@ __version__ = "0.1.0"
 __all__ = [
     "Answer",
     "AudioChunk",
+    "ConfigError",
+    "DeadlineExceeded",
     "EmbedsPrompt",
     "Generation",
     "Generations",
+    "InvalidRequest",
     "OmniError",
     "OmniSystem",
     "Output",
+    "Overloaded",
     "Picture",
     "Pipeline",
     "Reply",
+    "RequestError",
+    "StageCrashed",
+    "StageUnavailable",
     "TextPrompt",
     "TokensPrompt",
     "Unsupported",
@@ -40,7 +57,9 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("Answer", "AudioChunk", "Output", "Picture"), "omni_actors.outputs"),
     "Generation": "omni_actors.generation",
-    **dict.fromkeys(("OmniError", "Unsupported"), "omni_actors.errors"),
+    **dict.fromkeys(("ConfigError", "OmniError", "RequestError"), "omni_actors.errors"),
+    **dict.fromkeys(("DeadlineExceeded", "InvalidRequest", "Overloaded", "Unsupported"), "omni_actors.errors"),
+    **dict.fromkeys(("StageCrashed", "StageUnavailable"), "omni_actors.errors"),
     **dict.fromkeys(("OmniSystem", "Reply"), "omni_actors.system"),
     "Generations": "omni_actors.generations",
     **dict.fromkeys(("EmbedsPrompt", "TextPrompt", "TokensPrompt"), "omni_actors.prompts"),

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import omni_actors
 from omni_actors import errors
 from omni_actors.errors import Death, OmniError, WorkerExit
 from omni_actors.protocol.messages import Address
 
+ROOT = Path(__file__).parent.parent
 EXIT = WorkerExit(pid=1, signal="SIGKILL", exit_code=None, stderr_tail=("last line",))
 FAILED = errors.StageFailed("llm", 0, "why", [Death(generation=1, at=0.0, exit=EXIT)])
 EACH = [
@@ -66,3 +72,16 @@ def test_an_error_names_a_replica_as_its_address_does() -> None:
 def test_a_request_for_a_failed_stage_is_retryable_if_the_stage_is_tried_again(retry_after_s: float | None) -> None:
     error = errors.StageUnavailable(FAILED, retry_after_s)
     assert error.retryable == ("is tried again" in str(error)) == (retry_after_s is not None)
+
+
+def test_the_page_about_requests_has_the_tree_of_errors_and_a_program_that_catches_them() -> None:
+    page = (ROOT / "docs" / "requests.md").read_text(encoding="utf-8")
+    [section] = re.findall(r"^## Errors\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    tree, program = re.findall(r"^```\w+\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert tree.strip() in str(errors.__doc__)
+    assert tree.startswith("OmniError\n")
+    assert "└── StageFailed" in tree
+    [exported] = re.findall(r"package exports(.*?)The others", section, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", exported)) == {name for name in omni_actors.__all__ if hasattr(errors, name)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"hello\ninvalid_value: deadline_s.*\n", done.stdout)
