@@ -25,7 +25,7 @@ from omni_actors.plain_text import clean
 MAX_EVENT_BYTES = 64 * 2**20
 """A picture comes in one event."""
 MAX_VALUE_BYTES = 4 * 2**20
-"""Of a JSON value that describes the server, such as its list of models."""
+"""The most bytes of a JSON value that describes the server, such as its list of models."""
 MAX_REFUSAL_BYTES = 64 * 1024
 MAX_KIND, MAX_MESSAGE = 80, 1000
 """The characters of an error that are kept."""

@@ -90,9 +90,9 @@ class Unread:
         self._read_bytes_s = limits.read_bytes_s
         self._accounts: dict[Account, None] = {}
         self._waiting: dict[Account, None] = {}
-        """Those with more than ``SMALL_BYTES`` that wait for their reader."""
+        """The accounts with more than ``SMALL_BYTES`` that wait for their reader."""
         self._places: dict[Account, None] = {}
-        """Those with more than ``SMALL_BYTES`` that have ended."""
+        """The accounts with more than ``SMALL_BYTES`` that have ended."""
         self._under_pressure = False
         self.total = 0
         """Bytes that are charged to all accounts."""

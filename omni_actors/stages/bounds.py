@@ -36,6 +36,6 @@ StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[str, Meta(max_length=128)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 LogitBias = Annotated[dict[Name | TokenId, Bias], Meta(max_length=1024)]
-"""By token id. JSON has ids as strings."""
+"""What is added to logits, by token id. JSON has ids as strings."""
 Settings = Annotated[dict[Name, Any], Meta(max_length=64)]
 """A mapping that the engine checks. It is also bounded by the size of a request's encoded parameters."""

@@ -34,7 +34,7 @@ class Engine(Generic[R]):
         self._weights_version: str | None = None
         """The version of the weights; None: those that were loaded at the start."""
         self._capabilities: dict[str, Callable[..., Any] | str] = dict(NOT_COMMON)
-        """By name: the function, which takes the arguments of a call as keywords; or why the engine has none."""
+        """The function of each capability, which takes the arguments of a call as keywords; or why there is none."""
 
     def capabilities(self) -> Mapping[str, str | None]:
         return {name: each if isinstance(each, str) else None for name, each in self._capabilities.items()}

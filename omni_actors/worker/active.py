@@ -161,7 +161,7 @@ class ActiveRequests(dict[int, ActiveRequest]):
     def __init__(self) -> None:
         super().__init__()
         self.awaiting_client = set[int]()
-        """Those with input from the client still to come."""
+        """The requests with input from the client still to come."""
         self.gathered_bytes = 0
         """Bytes of input that all of them have gathered."""
 

@@ -14,7 +14,7 @@ import trio
 from omni_actors.errors import OmniError
 
 MAX_MESSAGE_CHARACTERS = 2**20
-"""Of a message from a pipe, with its line ends."""
+"""The most characters of a message from a pipe, with its line ends."""
 CONTINUES = "\\"
 
 

@@ -57,7 +57,7 @@ class Session:
         self._tokens = 0
         self._last: Measurement | None = None
         self._scope: trio.CancelScope | None = None
-        """That of the answer in progress."""
+        """The cancel scope of the answer in progress."""
 
     def stop_answer(self) -> bool:
         """Stop the answer in progress. Return whether there is one."""

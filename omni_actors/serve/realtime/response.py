@@ -88,7 +88,7 @@ class Response:
         self._encoder = SoundEncoder(output.format)
         self.pacer = Pacer(ends=player_ends)
         self._speaker: Generation | None = None
-        """Whose sound is sent."""
+        """The generation whose sound is sent."""
         self._scope = trio.CancelScope()
         self._reason: CancelReason | None = None
         self._failure: OmniError | HTTPError | None = None

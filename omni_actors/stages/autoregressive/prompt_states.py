@@ -116,7 +116,7 @@ class ReceivedPrompt:
         self.extra: dict[str, Tensor] = {}
         """The family's tensors of the first chunk, by name."""
         self.logits: Tensor | None = None
-        """Those of the last position, (1, vocabulary), once all has arrived."""
+        """The logits of the last position, (1, vocabulary), once all has arrived."""
         self.after_prompt = 0
         """Tokens of the journal, which are ready to be computed once the prompt is complete."""
         self._arrived = self._taken = 0

@@ -21,7 +21,7 @@ class _Tokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     tools: tuple[Settings, ...] = ()
     add_special_tokens: bool = True
-    """Of a prompt; a chat template has its own special tokens."""
+    """Whether a prompt gets special tokens. A chat template has its own."""
 
 
 class _Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -39,7 +39,7 @@ class _Request:
         self.params = validated(request.params, PictureEncoderParams)
         self.prompt = OmniPrompt(request.sources)
         self.pictures: deque[Tensor] = deque()
-        """Those that are not encoded yet, float32 (1, 3, 1, height, width), full scale ±1."""
+        """The pictures that are not encoded yet, float32 (1, 3, 1, height, width), full scale ±1."""
         self.latents: list[Tensor] = []
         self.paused = False
 

@@ -65,7 +65,7 @@ TEMPLATES: Mapping[str, Template] = {
     EDIT: Template(_CHANGE, 64, _PICTURE, 1024 * 1024),
     EDIT_PLUS: Template(_CHANGE, 64, f"Picture {{}}: {_PICTURE}", 384 * 384),
 }
-"""By the class of a pipeline that looks at pictures."""
+"""The template of each class of pipelines that looks at pictures."""
 TEXT_ONLY = Template(_DESCRIBE, 34)
 
 

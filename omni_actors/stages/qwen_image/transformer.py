@@ -55,7 +55,7 @@ class Job(Protocol):
 
     @property
     def negative(self) -> Tensor | None:
-        """Those of the negative prompt; None: the request has no guidance."""
+        """The states of the negative prompt; None: the request has no guidance."""
         ...
 
     @property

@@ -36,7 +36,7 @@ class TextRequest(VLLMRequest[C]):
         super().__init__(request, params, collector)
         self.running = params.n
         self.undeclared: defaultdict[int, list[int]] = defaultdict(list)
-        """Of each answer, the tokens that no output has declared yet."""
+        """The tokens of each answer that no output has declared yet."""
 
 
 class TextEngine(VLLMEngine[TextRequest[Any]]):

@@ -46,7 +46,7 @@ class _Request:
         self.params = validated(request.params, WhisperParams)
         self.recordings = Recordings()
         self.transcriptions: deque[Transcription] = deque()
-        """Of the recordings that have begun to arrive; the first one is the next."""
+        """The transcriptions of the recordings that have begun to arrive; the first one is the next."""
         self.decided = deque(journal.windows(request.journal))
         """The windows of the journal whose outputs are to be put out again."""
         self.place = self.decided[-1].place if self.decided else None
