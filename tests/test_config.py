@@ -244,7 +244,6 @@ def test_a_path_must_name_a_file(name: str, tmp_path: Path) -> None:
         ({"wait_redy": False}, "wait_redy", False, "start_timeout_s; did you mean 'wait_ready'?"),
         ({"threads": 2}, "threads", 2, "; for one stage: stages.NAME.threads"),
         ({"stages": {"first": {"threads": 2}}}, "stages.first.engine", None, "replaces the whole mapping"),
-        ({"limits.retain_bytes": 2**40}, "limits.retain_bytes", 2**40, "worker_retain_bytes, which is 268435456"),
         *(
             ({f"{RESTART}.{field}": value}, f"{RESTART}.{field}", value, accepted)
             for field, value, accepted in [
@@ -271,8 +270,8 @@ def test_the_parameters_that_a_keyword_may_mean_are_those_of_open() -> None:
 
 
 def test_a_field_may_equal_its_bound(good: Path) -> None:
-    bounds = {"stages.first.restart": {"backoff_s": 10, "retry_s": 600}, "limits.worker_retain_bytes": 64 * 1024**2}
-    assert config.load(good, bounds).limits.retain_bytes == 64 * 1024**2
+    restart = config.load(good, {"stages.first.restart": {"backoff_s": 10, "retry_s": 600}}).stages["first"].restart
+    assert (restart.backoff_s, restart.retry_s) == (restart.backoff_max_s, restart.retry_max_s)
 
 
 def test_a_pipeline_object_is_checked_like_a_file() -> None:

@@ -9,24 +9,22 @@ from __future__ import annotations
 import graphlib
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import msgspec
 
 from omni_actors.config.devices import VISIBLE, DeviceLayoutError, check_length, configured_devices, stage_layout
 from omni_actors.config.document import OPEN_PARAMETERS, OVERRIDES, Assignments, Document, one_of
-from omni_actors.config.schema import NAME_PATTERN, Pipeline, Section, Sections, Stage
+from omni_actors.config.schema import NAME_PATTERN, Pipeline, Restart, Section, Sections, Stage
 from omni_actors.protocol.messages import CLIENT
 from omni_actors.stages.registry import ENGINES
 from omni_actors.validation import split_path
 
 OPTIONS_BYTES = 64 * 1024
 """Most bytes of a stage's encoded options: they travel in one control message."""
-LIMIT_BOUNDS = (("retain_bytes", "worker_retain_bytes"),)
-"""Fields of ``limits`` that another one bounds, and that one."""
 RESTART_BOUNDS = (("backoff_s", "backoff_max_s"), ("retry_s", "retry_max_s"))
-"""The same of ``restart``."""
+"""Fields of ``restart`` that another one bounds, and that one."""
 
 
 def pipeline_from(document: Document) -> Pipeline:
@@ -46,10 +44,9 @@ def pipeline_from(document: Document) -> Pipeline:
     _check_sources(pipeline, document)
     _check_outputs(pipeline, document)
     _check_cluster(pipeline, document)
-    _check_bounds(pipeline.limits, LIMIT_BOUNDS, "limits", document)
     for stage in pipeline.stages:
         _check_engine(pipeline, stage, document)
-        _check_bounds(pipeline.stages[stage].restart, RESTART_BOUNDS, f"stages.{stage}.restart", document)
+        _check_restart(pipeline.stages[stage].restart, f"stages.{stage}.restart", document)
         _check_autoscale(pipeline.stages[stage], f"stages.{stage}", document)
         _check_devices(pipeline, stage, document)
     return pipeline
@@ -139,10 +136,10 @@ def _check_autoscale(stage: Stage, path: str, document: Document) -> None:
         raise document.error(f"{path}.replicas", stage.replicas, accepted)
 
 
-def _check_bounds(section: Section, pairs: Iterable[tuple[str, str]], path: str, document: Document) -> None:
+def _check_restart(restart: Restart, path: str, document: Document) -> None:
     """Check that no field exceeds its bound. The error is about the bound if the field has its default."""
-    for field, bound in pairs:
-        value, most = getattr(section, field), getattr(section, bound)
+    for field, bound in RESTART_BOUNDS:
+        value, most = getattr(restart, field), getattr(restart, bound)
         if value > most and f"{path}.{field}" not in document.origins:
             raise document.error(f"{path}.{bound}", most, f"at least {field}, which is {value} by default")
         if value > most:
