@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
@@ -66,8 +66,8 @@ class VLLMRequest(PromptRequest[C]):
         count = at_once(journal, request, self.sampling)
         if self.DECIDES_LAST_AGAIN:
             count = min(count, max(0, len(journal) - 1))
-        self.behind = [entry for entry in journal[:count] if entry.tokens]
-        """The first outputs with tokens. The tokens are computed in one prefill."""
+        self.behind = deque(entry for entry in journal[:count] if entry.tokens)
+        """The first outputs with tokens, until they are put out again. The tokens are computed in one prefill."""
         self.again = [entry for entry in journal[count:] if entry.tokens]
         """The outputs behind these, whose tokens vLLM decides again, until it has decided them."""
         self._due = deque(entry.answer for entry in self.again for _ in entry.tokens)
@@ -205,7 +205,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
             self._begin_behind(request)
 
     def _begin_behind(self, request: R) -> None:
-        def of(answer: int, outputs: Sequence[Entry]) -> list[int]:
+        def of(answer: int, outputs: Iterable[Entry]) -> list[int]:
             return [token for entry in outputs if entry.answer == answer for token in entry.tokens]
 
         answers = list[replay.Answer]()

@@ -70,7 +70,8 @@ class TextEngine(VLLMEngine[TextRequest[Any]]):
             return self._embeds_input(raw, penalty)
 
     def _outputs_behind(self, request: TextRequest[Any], outputs: Sequence[Any]) -> Iterator[StageOutput]:
-        for entry, output in zip(request.behind, outputs, strict=True):
+        for output in outputs:
+            entry = request.behind.popleft()
             yield self._output(request, entry, self._data(request, output.outputs[0], entry.logprobs or {}))
 
     def _outputs(self, request: TextRequest[Any], output: Any) -> Iterator[StageOutput]:

@@ -41,7 +41,7 @@ CHUNK = 256
 
 
 class ThinkerRequest(OmniRequest, VLLMRequest[OmniPrompt]):
-    """One request. ``computed``: positions whose hidden states were taken. ``put_out``: outputs of ``behind``.
+    """One request. ``computed``: positions whose hidden states were taken.
 
     vLLM decides the last output's tokens again, and finds the end of the answer by itself: rows come from forwards.
     """
@@ -49,7 +49,7 @@ class ThinkerRequest(OmniRequest, VLLMRequest[OmniPrompt]):
     DECIDES_LAST_AGAIN = True
     params: VLLMThinkerParams
     answer: AnswerText
-    computed = put_out = 0
+    computed = 0
 
     def __init__(self, request: StageRequest, params: VLLMThinkerParams, collector: OmniPrompt) -> None:
         super().__init__(request, params, collector)
@@ -173,11 +173,11 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
 
     def _put_out(self, request: R, computed: int) -> Iterator[StageOutput]:
         """Put outputs out again. computed: the answer's positions whose rows are there; negative: in the prompt."""
-        while request.put_out < len(request.behind):
-            entry = request.behind[request.put_out]
+        while request.behind:
+            entry = request.behind[0]
             if request.answer.tokens + len(entry.tokens) - 1 > computed:
                 break
-            request.put_out += 1
+            request.behind.popleft()
             made = self._answer(request, entry.tokens, dict(entry.logprobs or {}))
             decisions, partial = entry.decisions(request.sampling), entry.logprobs is None
             yield msgspec.structs.replace(made, decisions=decisions, partial=partial)
