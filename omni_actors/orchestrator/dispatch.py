@@ -185,8 +185,8 @@ class Dispatcher:
         stages, deaths = request.replay_state.waiting, request.deaths
         loss, is_resumed = deaths.cause(stages), not self._resumable.isdisjoint(stages)
         successor = placement[loss.crash.stage].replica if loss.crash.stage in placement else None
-        lost_s = trio.current_time() - loss.noticed
-        self.replay_log.add(loss.crash, lost_s, is_resumed=is_resumed, successor=successor)
+        after_s = trio.current_time() - loss.noticed
+        self.replay_log.add(loss.crash, after_s, is_resumed=is_resumed, successor=successor)
         request.replays += 1
         request.restarted_stages.update(stages)
         deaths.restarted(stages)

@@ -233,5 +233,5 @@ def test_the_key_is_in_no_text(credentials: Credentials) -> None:
 
 def test_without_its_library_there_is_a_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigError, match=r"cluster\.tls.*omni-actors\[cluster\]"):
+    with pytest.raises(ConfigError, match=r"cluster\.tls.*pip install '\.\[cluster\]'"):
         make_credentials()

@@ -83,7 +83,7 @@ def test_stages_that_do_not_load_in_time_are_1(start: Start) -> None:
     slow = ("-s", "start_timeout_s=0.5", "-s", "stages.mind.options.load_s=3600")
     with start(*slow, config=MIND, ready=False) as server:
         assert server.wait_end() == 1
-        assert "Error: not ready within 0.5 s (start_timeout_s): mind[0] (" in server.stderr
+        assert "Error: not ready within 0.5 s (start_timeout_s): mind.0 (" in server.stderr
         assert "Traceback" not in server.stderr
 
 

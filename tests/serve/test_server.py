@@ -206,7 +206,7 @@ def test_the_exit_code_of_a_bad_configuration(command: Command) -> None:
         (["echo", "--allow-media-domain", "127.0.0.1"], "'127.0.0.1' is not a domain"),
         (["echo", "--allow-media-domain", "http://example.org"], "is not a domain"),
         (["echo", "--allow-media-dir", "/nowhere/at/all"], "'/nowhere/at/all' is not a folder"),
-        ([], "CONFIG"),
+        ([], "PIPELINE"),
     ],
 )
 def test_a_bad_configuration(arguments: list[str], words: str) -> None:
