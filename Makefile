@@ -42,7 +42,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo demo-image serve test test-perf test-kills test-cluster test-nixl test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-nixl bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
+.PHONY: help setup demo demo-image serve test test-perf test-kills test-cluster test-cluster-nodes test-cluster-replays test-nixl test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-nixl bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
 .DELETE_ON_ERROR:
 
 help:
@@ -82,8 +82,12 @@ test-perf: setup
 test-kills: setup
 	$(BIN)/python -m pytest -m "kills" $(PYTEST_ARGS)
 
-test-cluster: setup
+test-cluster: test-cluster-nodes test-cluster-replays
+
+test-cluster-nodes: setup
 	$(BIN)/python -m pytest -m "cluster and not kills" $(PYTEST_ARGS)
+
+test-cluster-replays: setup
 	$(BIN)/python -m pytest -n 2 --timeout 300 --world ray -m "not kills" tests/replay tests/stages/test_in_workers.py $(PYTEST_ARGS)
 
 test-nixl: setup .venv/nixl
