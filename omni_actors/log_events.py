@@ -121,7 +121,7 @@ class WorkerRecovered(WorkerSuccessor, frozen=True, kw_only=True):
     """A replica is ready again.
 
     Attributes:
-        down_s: as of ``WorkerRestarted``.
+        down_s: the time since the worker before died, as in ``WorkerRestarted``.
     """
 
     down_s: float
@@ -181,7 +181,7 @@ class ReplicaGivenUp(WorkerEnd, frozen=True, kw_only=True):
         reason: why.
         retry_in_s: when it is tried again; None if it is not.
         requests: how many requests have ended because their stage has no replica left.
-        down_s: as of ``WorkerRestarted``: the time since it was last ready.
+        down_s: the time since it was last ready.
     """
 
     level: ClassVar[int] = logging.ERROR

@@ -140,7 +140,7 @@ def _check_restart(restart: Restart, path: str, document: Document) -> None:
     """Check that no field exceeds its bound. The error is about the bound if the field has its default."""
     for field, bound in RESTART_BOUNDS:
         value, most = getattr(restart, field), getattr(restart, bound)
-        if value > most and f"{path}.{field}" not in document.origins:
+        if value > most and value == getattr(Restart(), field):
             raise document.error(f"{path}.{bound}", most, f"at least {field}, which is {value} by default")
         if value > most:
             raise document.error(f"{path}.{field}", value, f"at most {bound}, which is {most}")
@@ -207,7 +207,9 @@ def _convert(value: Any, schema: type[Any], path: str, document: Document) -> An
             where = f"{where}.{missing[1]}".lstrip(".")
             found, message = None, f"a value for {missing[1]!r}"
             if document.origin(where) in (OVERRIDES, Assignments.origin):
-                message += ", because the override replaces the whole mapping; name the paths inside it instead"
+                message += (
+                    ", as an override replaces the whole mapping; to change a part of it, name the path of the part"
+                )
         raise document.error(where, found, message.removeprefix("expected ").partition(", got ")[0]) from error
 
 

@@ -50,8 +50,6 @@ from omni_actors.supervisor.replica import Replica
 
 DROPPING_ERRORS = (errors.Aborted, errors.DeadlineExceeded, errors.SlowConsumer)
 """Errors after which unread output is dropped."""
-_REFUSALS = (errors.InvalidRequest, errors.TemporarilyRefused, errors.Quarantined)
-"""Errors with which a request may end that is replayed."""
 
 
 class Orchestrator:
@@ -298,8 +296,8 @@ class Orchestrator:
         request.error = error
         self._inputs.close(request)
         request.finished = time.monotonic()
-        if error is not None:
-            self._log_loss(request, error)
+        if isinstance(error, errors.StageCrashed):
+            self._dispatcher.replay_log.add_lost(error)
         self._retry_after.add(request)
         self._dispatcher.remove(request)
         request.output_wakeup.unpark_all()
@@ -308,15 +306,6 @@ class Orchestrator:
         else:
             self.readers.end(request)
         self._suspects.request_ended(request, done=event is Event.COMPLETE)
-
-    def _log_loss(self, request: Request, error: errors.RequestError) -> None:
-        """Log a request that ends because of a death: it is not replayed, or was refused when it was."""
-        if isinstance(error, errors.StageCrashed):
-            self._dispatcher.replay_log.add_lost(error)
-        elif request.deaths.latest is not None and isinstance(error, _REFUSALS):
-            kind = "quarantined" if isinstance(error, errors.Quarantined) else error.code
-            reason = f"it was refused when it was replayed ({kind})"
-            self._dispatcher.replay_log.add_lost(request.deaths.error(reason, retryable=error.retryable))
 
     def _cut(self, request: Request, error: errors.RequestError) -> None:
         """End a request if it has not ended, and drop the output that its client does not have."""

@@ -109,7 +109,11 @@ class WorkerEvents:
                 self._suspects.stage_finished(request, stage)
                 self._replays.progressed(request)
             case messages.Refused():
-                self._end(request, Event.FAIL, error_of(message, self._retry_after_s))
+                refusal = error_of(message, self._retry_after_s)
+                if request.deaths.charged[stage]:  # it has started again, and the client has got nothing new since
+                    reason = f"it was refused when it was replayed ({refusal.code})"
+                    self._dispatcher.replay_log.add_lost(request.deaths.error(reason, retryable=refusal.retryable))
+                self._end(request, Event.FAIL, refusal)
             case messages.Unreplayable(_, reason, needed, recomputable):
                 self._replays.unreplayable(request, stage, reason, needed=needed, recomputable=recomputable)
 

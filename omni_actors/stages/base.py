@@ -169,7 +169,7 @@ class StageOutput(msgspec.Struct, frozen=True):
     """More tensors, such as hidden states, for downstream stages only. They arrive in ``Chunk.tensors`` together with
     ``tensors``, so no name may be in both."""
     partial: bool = False
-    """Whether some of its content was not computed, because no consumer needs it (``StageRequest.needed_from``). It is
+    """Whether some of its content may be missing, because no consumer needs it (``StageRequest.needed_from``). It is
     not sent to a consumer that starts again later."""
 
     def __post_init__(self) -> None:

@@ -99,7 +99,7 @@ class Driver:
         """The faults so far, with their times."""
         self.violations: list[tuple[float, Violation]] = []
         self.killed: set[int] = set()
-        """pids."""
+        """The pids of the workers that were killed."""
         self.requested_deaths: Counter[str] = Counter()
         """The deaths that were caused without naming a pid, by stage."""
         self.node_faults = NodeFaults(

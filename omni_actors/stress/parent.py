@@ -20,7 +20,7 @@ from omni_actors.system import OmniSystem
 
 async def run(pipeline: Pipeline, cluster: str | None, *, loading: bool) -> None:
     """Run until killed. cluster: see ``Workload``."""
-    templates = tuple(workload_of(pipeline, {}).templates.values())
+    templates = [each for each in workload_of(pipeline, {}).templates.values() if "lora" not in each.params]
     async with (
         open_nodes(pipeline, cluster) as spawner,
         OmniSystem.open(pipeline, wait_ready=not loading, spawner=RefusingSpawner(spawner)) as omni,

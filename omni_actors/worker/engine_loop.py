@@ -41,7 +41,7 @@ from omni_actors.worker.pinning import UNPINNED, Pinning
 from ringbuf import Tensor
 
 CONGESTED_BYTES = 8 * 1024 * 1024
-"""With more waiting for room on an edge, the loop stands still (rule 5)."""
+"""How many bytes may wait for room on an edge before the loop stands still (rule 5)."""
 RECEIVE_FRAMES, RECEIVE_BYTES = 64, 1024 * 1024
 """What one edge may deliver between two steps, so that a fast producer does not keep a busy engine from stepping."""
 LONGEST_REFUSAL = 16_384

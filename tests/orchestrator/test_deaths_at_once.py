@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import StageCrashed, TemporarilyRefused
+from omni_actors.errors import InvalidRequest, StageCrashed, TemporarilyRefused
 from omni_actors.log_events import RequestsLost
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.stages.base import StageRequest
@@ -172,6 +172,32 @@ class RefusesReplays(DecidingEngine):
         if request.replayed:
             raise TemporarilyRefused("it cannot go on", code="not_resumed")
         super().start(request)
+
+
+async def test_a_request_that_has_gone_on_and_is_refused_later_is_not_logged_as_lost(
+    caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+) -> None:
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(load_s=1.0, turn_s=0.01), lambda note: None)
+    pieces = [Input({"n": i, "text": "."}) for i in range(PIECES)]
+    pieces.append(Input({"n": PIECES, "text": ".", "echo": {"stage": "second", "invalid": "feed"}}))
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(pipeline(**DECIDING), spawner=spawner) as omni:
+            send, live = trio.open_memory_channel[Input](0)
+            generation = omni.submit({"script": live}, ["audio"])
+            outputs = aiter(generation)
+            for each in pieces[: PIECES // 2]:
+                await send.send(each)
+                await anext(outputs)
+            serving(omni, spawner, "second")[0].kill()
+            for each in pieces[PIECES // 2 : -1]:
+                await send.send(each)
+                await anext(outputs)
+            await send.send(pieces[-1])
+            with pytest.raises(InvalidRequest):
+                await anext(outputs)
+            await trio.sleep(1)
+    events = [getattr(record, "event", None) for record in caplog.records]
+    assert not any(isinstance(event, RequestsLost) for event in events)
 
 
 async def test_a_request_that_is_refused_when_it_is_replayed_is_logged_as_lost(

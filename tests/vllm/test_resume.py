@@ -14,7 +14,7 @@ import pytest
 from vllm import SamplingParams
 
 from omni_actors.stages.base import Decisions, StageOutput
-from omni_actors.stages.vllm import decided
+from omni_actors.stages.vllm import decided, engine
 from omni_actors.stages.vllm.decided import entries
 from tests.vllm.test_text import embeds_of
 
@@ -92,7 +92,7 @@ def tokens_in(params: dict[str, Any], journal: Sequence[Decisions]) -> int:
 def left_out(params: dict[str, Any], journal: Sequence[Decisions]) -> list[Decisions]:
     """Return the journal as if its log probabilities had not fitted."""
     sampling = sampling_of(params)
-    return [entry._replace(logprobs=None).decisions(sampling) for entry in entries(journal, sampling)]
+    return [entry._replace(logprobs=None).decisions(sampling, 0) for entry in entries(journal, sampling)]
 
 
 def sampling_of(params: dict[str, Any]) -> SamplingParams:
@@ -141,6 +141,20 @@ def test_a_resumed_answer_is_the_same_answer(driver: Any, name: str) -> None:
         assert described(resumed) == like(whole)
         assert decoded(driver) - before == total - tokens_in(params, journal)
         assert_idle(driver)
+
+
+def test_a_journal_has_room_for_so_many_log_probabilities(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MOST_LOGPROBS", 60)
+    params = PARAMS["logprobs"]
+    whole = answer(driver, params)
+    journal = [output.decisions for output in whole]
+    has_them = [decisions != short for decisions, short in zip(journal, left_out(params, journal), strict=True)]
+    assert has_them[0]
+    assert not has_them[-1]
+    assert sum(map(len, journal)) - sum(map(len, left_out(params, journal))) <= 60 + len(journal)
+    resumed = answer(driver, params, journal[:-1])
+    assert described(resumed) == like(whole)
+    assert [output.decisions for output in resumed] == journal
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt"])

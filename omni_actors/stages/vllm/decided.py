@@ -26,6 +26,9 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogit
 from omni_actors.stages.base import MOST_DECISIONS, Decisions, StageRequest
 from omni_actors.stages.vllm import logprobs
 
+MOST_LOGPROBS = 50_000
+"""How many numbers the log probabilities of one request may have in its journal: a journal travels in control messages,
+and is kept in memory."""
 _DECIDED = "omni_actors.decided"
 _AT_ONCE = "omni_actors.at_once"
 _RESERVED = frozenset({_DECIDED, _AT_ONCE, "kv_transfer_params", "ec_transfer_params"})
@@ -45,16 +48,19 @@ class Entry(NamedTuple):
     logprobs: Mapping[str, Any] | None
     """The output's log probabilities, of all its data; None: they did not fit into the journal."""
 
-    def decisions(self, sampling: SamplingParams) -> Decisions:
-        """Return it as an entry of the journal of a request with these parameters."""
+    def decisions(self, sampling: SamplingParams, room: int) -> Decisions:
+        """Return it as an entry of the journal of a request with these parameters.
+
+        room: for how many more numbers of log probabilities the journal has room.
+        """
         answer = () if sampling.n == 1 else (self.answer,)
         if not logprobs.of_any(sampling):
             return (*answer, *self.tokens)
         short = (*answer, len(self.tokens), *self.tokens)
         if self.logprobs is None:
             return short
-        whole = (*short, *logprobs.to_numbers(self.logprobs))
-        return whole if len(whole) <= MOST_DECISIONS else short
+        numbers = logprobs.to_numbers(self.logprobs)
+        return (*short, *numbers) if len(numbers) <= min(room, MOST_DECISIONS - len(short)) else short
 
 
 def entries(journal: Sequence[Decisions], sampling: SamplingParams) -> list[Entry]:

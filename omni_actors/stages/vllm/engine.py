@@ -28,6 +28,7 @@ from omni_actors.stages.adapters.engine import AdaptedEngine
 from omni_actors.stages.adapters.options import KEEP, LOAD
 from omni_actors.stages.autoregressive.prompt_engine import C, PromptEngine, PromptRequest
 from omni_actors.stages.base import (
+    Decisions,
     InvalidRequest,
     RequestId,
     StageContext,
@@ -41,7 +42,7 @@ from omni_actors.stages.refusal import beyond_context
 from omni_actors.stages.vllm import _internals, control, logprobs, replay
 from omni_actors.stages.vllm.adapters import DISABLED, VLLMAdapters
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, parallel, refusal, sampling_params
-from omni_actors.stages.vllm.decided import DecidedTokens, Entry, at_once, drop_reserved, entries
+from omni_actors.stages.vllm.decided import MOST_LOGPROBS, DecidedTokens, Entry, at_once, drop_reserved, entries
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMSampling
 
 NOT_RESUMED = "not_resumed"
@@ -69,9 +70,17 @@ class VLLMRequest(PromptRequest[C]):
         self.behind = deque(entry for entry in journal[:count] if entry.tokens)
         """The first outputs with tokens, until they are put out again. The tokens are computed in one prefill."""
         self.again = [entry for entry in journal[count:] if entry.tokens]
-        """The outputs behind these, whose tokens vLLM decides again, until it has decided them."""
+        """The outputs behind these, whose tokens vLLM decides again, less those that ``logprobs_of`` has found."""
         self._due = deque(entry.answer for entry in self.again for _ in entry.tokens)
         self._held = list[Any]()
+        self._room = MOST_LOGPROBS
+        """For how many more numbers of log probabilities the journal has room."""
+
+    def declare(self, entry: Entry) -> Decisions:
+        """Return the decisions of the next output, which are those of the same output before a death."""
+        decisions = entry.decisions(self.sampling, self._room)
+        self._room -= max(0, len(decisions) - len(entry.tokens) - 2)
+        return decisions
 
     def in_order(self, output: Any) -> Iterator[Any]:
         """Take an output of vLLM, and yield those whose turn has come: as in the journal, then as they come.
@@ -91,7 +100,8 @@ class VLLMRequest(PromptRequest[C]):
     def logprobs_of(self, output: Any) -> Mapping[str, Any]:
         """Return the data about log probabilities of an output of vLLM: the journal's, if they were put out before.
 
-        With log probabilities of an answer, each output of vLLM is an output of the engine, so they match.
+        With log probabilities of an answer, each output of vLLM is an output of the engine, so they match. Without, an
+        output of the engine may have gathered several of vLLM, and has no log probabilities of its tokens.
         """
         (answer,) = output.outputs
         before = next((entry for entry in self.again if entry.answer == answer.index), None)

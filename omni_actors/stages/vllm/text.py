@@ -105,5 +105,5 @@ class TextEngine(VLLMEngine[TextRequest[Any]]):
     def _output(self, request: TextRequest[Any], entry: Entry, data: dict[str, Any]) -> StageOutput:
         if last := not request.running:
             del self._requests[request.id]
-        decisions, partial = entry.decisions(request.sampling), entry.logprobs is None
+        decisions, partial = request.declare(entry), entry.logprobs is None
         return StageOutput(request.id, data=data, last=last, decisions=decisions, partial=partial)

@@ -67,7 +67,7 @@ class ThinkerRequest(OmniRequest, VLLMRequest[OmniPrompt]):
     def decisions(self, data: Mapping[str, Any]) -> Decisions:
         """Declare the tokens that no output has declared yet, in the output with this data."""
         tokens, self._undeclared = tuple(self._undeclared), []
-        return Entry(0, tokens, data).decisions(self.sampling)
+        return self.declare(Entry(0, tokens, data))
 
 
 R = TypeVar("R", bound=ThinkerRequest)
@@ -179,7 +179,7 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
                 break
             request.behind.popleft()
             made = self._answer(request, entry.tokens, dict(entry.logprobs or {}))
-            decisions, partial = entry.decisions(request.sampling), entry.logprobs is None
+            decisions, partial = request.declare(entry), entry.logprobs is None
             yield msgspec.structs.replace(made, decisions=decisions, partial=partial)
 
     def _chunks(self, request: R, handoff: TalkerHandoff) -> Iterator[StageOutput]:

@@ -34,7 +34,7 @@ from omni_actors.worker.engine_loop import EngineLoop
 from ringbuf import Ring
 
 CONGESTED_BYTES = 6_000
-"""So small that the few chunks of a schedule congest an edge."""
+"""The bound of the engine loop. It is so small that the few chunks of a schedule congest an edge."""
 
 Note: TypeAlias = Callable[[str], None]
 OnStart: TypeAlias = Callable[[messages.Address, messages.Start], object]

@@ -95,8 +95,7 @@ def test_a_backchannel_is_a_turn_after_the_client_has_stopped_the_answer(talk: S
 def test_the_wait_for_a_silent_user_begins_again_after_a_backchannel(talk: Session) -> None:
     ignore_backchannels(talk, idle_timeout_ms=5000, create_response=False)
     backchannel = say("Yeah.")
-    spoken(talk, "word " * 6)
-    time.sleep(0.8)  # it has ended, and its player plays on
+    spoken(talk, "word " * 20)  # of 6 s: its player plays on for 2 s behind the end of the response
     talk.hear(pcm(backchannel) + silence(9))
     talk.send("conversation.item.retrieve", event_id="last", item_id="x")
     events = talk.until("error")
