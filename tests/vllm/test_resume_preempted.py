@@ -15,6 +15,7 @@ from tests.vllm.test_resume import OWN, QUESTION, described, like
 TOKENS = 60
 
 
+@pytest.mark.timeout(300)  # a minute on two busy cores
 @pytest.mark.parametrize("caching", [True, False])
 def test_resumed_requests_are_preempted_and_find_prefixes(open_stage: Callable[..., Any], caching: bool) -> None:
     """The cache has room for two of six requests. With prefix caching, a request may find even its answer in it."""
