@@ -19,6 +19,7 @@ from typing import Final
 
 from ringbuf._errors import AlreadyClaimed, PeerDied, RingClosed
 from ringbuf._words import Column, Segment, peek_claims
+from ringbuf.syscalls import pidfd_open
 
 _PID_BITS: Final = 22
 _LONGEST_S: Final = 86_400.0  # poll accepts a month at most; an early wake-up is harmless
@@ -75,7 +76,7 @@ def claim_word_of(pid: int) -> int | None:
 def _open_pidfd(pid: int) -> int | None:
     """Return a pidfd; None if no process has this pid, or the number is 0 or a thread's."""
     try:
-        return os.pidfd_open(pid)
+        return pidfd_open(pid)
     except OSError as error:
         if error.errno in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
             return None

@@ -9,24 +9,14 @@ through /proc and an eventfd not.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
 import stat
 import sys
-from typing import Final
 
 from ringbuf._errors import RingCorrupted
-
-# Linux's numbers on x86-64. Pythons that were built for old C libraries (conda's, uv's) lack os.memfd_create.
-MEMFD_CREATE: Final = 319
-CLOEXEC, ALLOW_SEALING = 1, 2
-F_ADD_SEALS, F_GET_SEALS = 1033, 1034
-SEAL, SHRINK, GROW, WRITE, FUTURE_WRITE = 1, 2, 4, 8, 16
-SIZE_IS_SEALED: Final = SEAL | SHRINK | GROW
-
-libc = ctypes.CDLL(None, use_errno=True)
+from ringbuf.syscalls import F_GET_SEALS, FUTURE_WRITE, SIZE_IS_SEALED, WRITE, memfd_create, seal_size
 
 
 def create_memory(size: int) -> int:
@@ -37,14 +27,11 @@ def create_memory(size: int) -> int:
     if size > (available := _available()):
         # The kernel would allocate until it has to kill a process.
         raise OSError(errno.ENOMEM, f"a ring of {size} bytes, where {available} are available")
-    fd: int = libc.syscall(MEMFD_CREATE, b"ringbuf", CLOEXEC | ALLOW_SEALING)
-    if fd < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"memfd_create: {os.strerror(number)}")
+    fd = memfd_create("ringbuf")
     try:
         os.fchmod(fd, 0o600)
         os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, F_ADD_SEALS, SIZE_IS_SEALED)
+        seal_size(fd)
     except BaseException:
         os.close(fd)
         raise

@@ -19,6 +19,7 @@ import msgspec
 
 from omni_actors.cluster.channel import Tls
 from omni_actors.errors import ConfigError
+from ringbuf.syscalls import memfd_create
 
 _SINCE: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _UNTIL: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
@@ -47,7 +48,7 @@ class Credentials(msgspec.Struct, frozen=True):
         context.load_verify_locations(cadata=self.certificate.decode())
         if protocol == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0  # no connection goes on where another one has ended
-        fd = os.memfd_create(_PEM_CERTIFICATE, os.MFD_CLOEXEC)  # OpenSSL reads a file; this one has no name
+        fd = memfd_create(_PEM_CERTIFICATE)  # OpenSSL reads a file; this one has no name
         try:
             os.write(fd, self.certificate + self.key)
             context.load_cert_chain(f"/proc/self/fd/{fd}")

@@ -19,7 +19,6 @@ Rules
 from __future__ import annotations
 
 import bisect
-import fcntl
 import importlib.util
 import itertools
 import logging
@@ -57,6 +56,7 @@ from omni_actors.cluster.nixl_process import (
 )
 from omni_actors.cluster.poller import SOCKET, Poller
 from omni_actors.errors import ConfigError, OmniError
+from ringbuf.syscalls import memfd_create, seal_size
 
 Transport: TypeAlias = Literal["tcp", "nixl"]
 """What carries the large records of links (``config.schema.Cluster``)."""
@@ -199,10 +199,10 @@ class Transfers:
         if importlib.util.find_spec(PACKAGE) is None:
             raise NixlUnavailable("the package is not installed (pip install '.[nixl]' in the clone)")
         with ExitStack() as undo:
-            fd = os.memfd_create("nixl staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = memfd_create("nixl staging")
             undo.callback(os.close, fd)
             os.ftruncate(fd, OUTGOING + INCOMING)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            seal_size(fd)
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.enter_context(theirs)
             failed = undo.enter_context(ExitStack())

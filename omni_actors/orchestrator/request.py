@@ -59,7 +59,6 @@ class Deaths:
 
     losses: list[Loss] = field(default_factory=list)
     """All of them, the earliest first."""
-    latest: StageCrashed | None = None
     to_charge: set[str] = field(default_factory=set)
     """The stages whose deaths count against ``limits.replays`` with the next replay."""
     charged: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -67,11 +66,17 @@ class Deaths:
     one. Each stage is counted by itself, because several workers may die of one cause, one noticed after the other."""
     suspected: int = 0
     """The number of deaths that the request may have caused."""
+    unproven: set[str] = field(default_factory=set)
+    """The stages that started again, while the client has got no new output of them or of a stage that they feed."""
+
+    @property
+    def latest(self) -> StageCrashed | None:
+        """The latest death; None if there was none."""
+        return self.losses[-1].crash if self.losses else None
 
     def add(self, crash: StageCrashed, at: float, stats: StageStats | None) -> None:
         """Record a death. at: when it was noticed, on trio's clock. stats: those of the stage, if it had finished."""
         self.losses.append(Loss(crash, time.monotonic(), at, stats))
-        self.latest = crash
 
     def charges(self) -> dict[str, int]:
         """Return the charged replays of each stage in ``to_charge``."""
@@ -91,6 +96,7 @@ class Deaths:
         for loss in self.losses:
             if loss.restarted is None and loss.crash.stage in stages:
                 loss.restarted = time.monotonic()
+        self.unproven.update(stages)
         self.charged.update(self.to_charge.intersection(stages))
         self.to_charge.difference_update(stages)
 
@@ -106,6 +112,7 @@ class Deaths:
         If this stage or one upstream has started again, earlier replays do not count any more, unless the request may
         have caused one of the deaths. The output may have been made before the latest death; few such outputs remain.
         """
+        self.unproven.difference_update((stage, *upstream))
         restarted = [loss for loss in self.losses if loss.restarted is not None]
         for loss in restarted:
             if loss.resumed is None and loss.crash.stage == stage:
@@ -114,9 +121,12 @@ class Deaths:
             for each in (stage, *upstream):
                 self.charged.pop(each, None)
 
-    def error(self, reason: str | None, *, retryable: bool = True) -> StageCrashed:
-        """Return the error of a request that ends because of its latest death. reason: why it is not replayed."""
-        died = self.latest
+    def error(self, reason: str | None, *, retryable: bool = True, stage: str | None = None) -> StageCrashed:
+        """Return the error of a request that ends because of a death: the latest one in ``stage``, or else of all.
+
+        reason: why the request is not replayed.
+        """
+        died = next((each.crash for each in reversed(self.losses) if each.crash.stage == stage), self.latest)
         assert died is not None, "a worker died"
         where = died.stage, died.replica, died.generation
         return StageCrashed(*where, died.exit, not_replayed=reason, retryable=retryable)

@@ -8,8 +8,8 @@ Rules
    has no window, since its reader frees nothing before the end. A caller of the library has none either: it may read
    several answers in any order, at any rate.
 3. Pressure: it begins at half of ``unread_bytes`` in total and lasts until a quarter. During pressure, each stream and
-   each whole answer with more than ``SMALL_BYTES`` is paused, except the oldest unfinished whole answer of that size.
-   So whole answers complete one after the other and never wait for each other's memory.
+   each whole answer with more than ``SMALL_BYTES`` is paused, except the unfinished one that was the first to have as
+   much. So whole answers complete one after the other and never wait for each other's memory.
 4. A request waits for its reader while it is paused (unless it is a whole answer), and while it has ended and is
    unread. The reader's rate is measured from the beginning of that wait. A connection that reads less than
    ``read_bytes_s`` on average, after ``RATE_GRACE_S``, is too slow. The undelivered piece of a stream counts as read;
@@ -93,7 +93,12 @@ class Unread:
         """The accounts with more than ``SMALL_BYTES`` that wait for their reader."""
         self._places: dict[Account, None] = {}
         """The accounts with more than ``SMALL_BYTES`` that have ended."""
+        self._large_answers: dict[Account, None] = {}
+        """The accounts of unfinished whole answers with more than ``SMALL_BYTES``, in the order in which they grew so
+        large."""
         self._under_pressure = False
+        self._running: Account | None = None
+        """The large whole answer that is not paused during pressure."""
         self.total = 0
         """Bytes that are charged to all accounts."""
 
@@ -185,14 +190,24 @@ class Unread:
         self.total -= size
 
     def _review(self, account: Account, now: float) -> list[Account]:
-        """Apply rules 2 to 4 after a change of ``account``. Return the accounts whose ``paused`` has changed."""
+        """Apply rules 2 to 4 after a change of ``account``. Return the accounts whose ``paused`` has changed.
+
+        It looks at the other accounts only when pressure begins or ends.
+        """
+        if account.charged > SMALL_BYTES and account.reader == "whole" and not account.ended:
+            self._large_answers[account] = None
+        else:
+            self._large_answers.pop(account, None)
         pressed = self.total > (self._limit_bytes // 4 if self._under_pressure else self._limit_bytes // 2)
-        affected = list(self._accounts) if pressed or self._under_pressure else [account] * (account in self._accounts)
-        self._under_pressure = pressed
-        running = self._unpausable_answer() if pressed else None
+        running = next(iter(self._large_answers), None) if pressed else None
+        if pressed != self._under_pressure:
+            affected = list(self._accounts)
+        else:
+            affected = [each for each in dict.fromkeys((account, self._running, running)) if each in self._accounts]
+        self._under_pressure, self._running = pressed, running
         changed = []
         for each in affected:
-            paused = self._should_pause(each, running)
+            paused = self._should_pause(each)
             if paused != each.paused:
                 each.paused = paused
                 changed.append(each)
@@ -216,15 +231,10 @@ class Unread:
             else:
                 accounts.pop(account, None)
 
-    def _unpausable_answer(self) -> Account | None:
-        """Return the whole answer that runs during pressure."""
-        unfinished = (each for each in self._accounts if each.reader == "whole" and not each.ended)
-        return next((each for each in unfinished if each.charged > SMALL_BYTES), None)
-
-    def _should_pause(self, account: Account, running: Account | None) -> bool:
+    def _should_pause(self, account: Account) -> bool:
         if account.reader == "caller":
             return False
         if account.reader == "whole":
-            return self._under_pressure and account is not running and account.charged > SMALL_BYTES
+            return self._under_pressure and account is not self._running and account.charged > SMALL_BYTES
         limit = min(self._window_bytes, SMALL_BYTES) if self._under_pressure else self._window_bytes
         return account.charged > (limit // 2 if account.paused else limit)

@@ -110,9 +110,10 @@ class WorkerEvents:
                 self._replays.progressed(request)
             case messages.Refused():
                 refusal = error_of(message, self._retry_after_s)
-                if request.deaths.charged[stage]:  # it has started again, and the client has got nothing new since
+                if stage in request.deaths.unproven:
                     reason = f"it was refused when it was replayed ({refusal.code})"
-                    self._dispatcher.replay_log.add_lost(request.deaths.error(reason, retryable=refusal.retryable))
+                    crash = request.deaths.error(reason, retryable=refusal.retryable, stage=stage)
+                    self._dispatcher.replay_log.add_lost(crash)
                 self._end(request, Event.FAIL, refusal)
             case messages.Unreplayable(_, reason, needed, recomputable):
                 self._replays.unreplayable(request, stage, reason, needed=needed, recomputable=recomputable)

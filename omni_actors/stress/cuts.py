@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ringbuf.syscalls import pidfd_open
+
 PIDFD_GETFD: Final = 438
 """The number of the system call on x86-64."""
 _ESTABLISHED, _LISTENING = 1, 10
@@ -44,7 +46,7 @@ def why_not(pid: int) -> str | None:
 
     Raises ProcessLookupError.
     """
-    pidfd = os.pidfd_open(pid)
+    pidfd = pidfd_open(pid)
     try:
         _copied(pidfd, _NO_FD)  # the right is checked before the descriptor
     except OSError as error:
@@ -59,7 +61,7 @@ def cut(pid: int, is_wanted: Callable[[Connection], bool]) -> int:
 
     Raises ProcessLookupError, PermissionError (rule 2).
     """
-    pidfd = os.pidfd_open(pid)
+    pidfd = pidfd_open(pid)
     try:
         wanted = [each for each in _connections(pid) if is_wanted(each)]
         return sum(_cut(pidfd, each.fd) for each in wanted)

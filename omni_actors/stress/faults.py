@@ -32,6 +32,7 @@ from omni_actors.protocol.messages import Address
 from omni_actors.stress import kill_helper, leaks
 from omni_actors.stress.workload import Workload
 from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, Spawner, Worker
+from ringbuf.syscalls import pidfd_open, pidfd_send_signal
 
 ORPHANED_S = 5.0
 """Within this time, workers whose parent was killed must be gone."""
@@ -116,7 +117,7 @@ class Victim(AbstractContextManager["Victim"]):
 
     def __init__(self, pid: int) -> None:
         """Raises ProcessLookupError."""
-        self.pid, self._pidfd = pid, os.pidfd_open(pid)
+        self.pid, self._pidfd = pid, pidfd_open(pid)
 
     def fileno(self) -> int:
         """Its pidfd."""
@@ -124,7 +125,7 @@ class Victim(AbstractContextManager["Victim"]):
 
     def send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # it is dead already
-            signal.pidfd_send_signal(self._pidfd, number)
+            pidfd_send_signal(self._pidfd, number)
 
     def limit_memory(self) -> None:
         """Limit its address space to what it has."""

@@ -160,12 +160,16 @@ class Edges:
                     self.inputs[address] = InputEdge(ring.claim_producer(), kill)
         return output
 
+    def close_input(self, address: Address) -> None:
+        """Close the client's edge into a dying worker, if it has one: no ``send`` waits for room there any longer."""
+        if client_end := self.inputs.pop(address, None):
+            client_end.close()
+
     def disconnect_worker(self, address: Address) -> None:
         """Close every ring of a dead worker, its own ends too, so that its peers neither wait nor fill up."""
         self._posts.pop(address, None)
         self._workers.pop(address, None)
-        if client_end := self.inputs.pop(address, None):
-            client_end.close()
+        self.close_input(address)
         for pair in [pair for pair in self._rings if address in pair]:
             ring = self._rings.pop(pair)
             ring.close_end("producer" if address == pair[0] else "consumer")

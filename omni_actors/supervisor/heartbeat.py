@@ -27,10 +27,12 @@ async def watch_progress(replica: Replica) -> None:
         incarnation.ping += 1
         incarnation.pong = trio.Event()
         # A call that is posted already, such as new weights, may take as long as its caller waits.
-        timeout_s = max(stage.step_timeout_s, incarnation.calls.remaining_s())
+        call_s = incarnation.calls.remaining_s()
+        timeout_s = max(stage.step_timeout_s, call_s)
         replica.post(Ping(incarnation.ping))
         if not await set_within(timeout_s, incarnation.pong):
-            replica.kill(f"no progress for {timeout_s:g} s (step_timeout_s)")
+            setting = "step_timeout_s" if call_s <= stage.step_timeout_s else "the timeout of a call to its engine"
+            replica.kill(f"no progress for {timeout_s:g} s ({setting})")
             return
         await trio.sleep(stage.step_timeout_s / PARTS)
 

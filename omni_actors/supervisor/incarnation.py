@@ -27,6 +27,7 @@ from omni_actors.supervisor.calls import Calls
 from omni_actors.supervisor.desired_state import Part
 from omni_actors.supervisor.process import Worker
 from omni_actors.transitions import TableKey, next_state
+from ringbuf import Consumer
 
 
 class IncarnationState(TableKey):
@@ -82,6 +83,8 @@ class Incarnation:
         self.may_load = trio.Event()
         """Set when its devices are locked; the time that it has for loading begins."""
         self.worker: Worker | None = None
+        self.output: Consumer | None = None
+        """The client's end of its output ring, if it has one; open until its rings are closed."""
         self.ready_at = 0.0
         """When it became ready, on trio's clock."""
         self.ping = 0

@@ -33,6 +33,7 @@ from omni_actors.protocol.packets import Envelope
 from omni_actors.supervisor.stderr_tail import StderrTail
 from omni_actors.worker.main import STOP_SIGNALS, worker_main
 from ringbuf import Consumer, EndName, Producer, Ring, RingStatistics
+from ringbuf.syscalls import pidfd_open, pidfd_send_signal
 
 NO_VARIABLES: Mapping[str, str] = {}
 
@@ -215,7 +216,7 @@ class LocalWorker(Worker):
     def kill(self) -> None:
         if not self._dead.is_set():
             with suppress(ProcessLookupError):  # reaped already: multiprocess does so whenever it starts a process
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     @trio.lowlevel.enable_ki_protection
     async def _watch(self) -> None:
@@ -300,7 +301,7 @@ def _start_process(
     try:
         with _stop_signals_blocked():
             process.start()
-        pidfd = os.pidfd_open(process.pid)
+        pidfd = pidfd_open(process.pid)
         undo.callback(os.close, pidfd)
     except BaseException as error:
         if process.pid is not None:

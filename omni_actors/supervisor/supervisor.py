@@ -259,9 +259,7 @@ class Supervisor:
                     else:
                         exit = await self._end(replica, worker)
                         if incarnation.reason is not None:
-                            for envelope in worker.mailbox.unread():  # such as checkpoints, from which others resume
-                                self._handle(replica, *envelope)
-                            self._deaths.report(replica, exit)
+                            self._report_end(replica, worker, exit)
                     incarnation.worker = None
                     self._edges.disconnect_worker(replica.address)  # not earlier: the process has its ring ends open
         except (SpawnFailed, DeviceBusy) as error:
@@ -293,7 +291,7 @@ class Supervisor:
         behind = any(each.state is ReplicaState.READY for each in self._deaths.of_stage(replica))
         worker.mailbox.post(messages.Configure(replica.spec, fence, desired, behind))
         try:
-            output = self._edges.connect_worker(replica.spec, replica.post, replica.kill)
+            replica.incarnation.output = output = self._edges.connect_worker(replica.spec, replica.post, replica.kill)
         except OSError as error:
             replica.incarnation.load_error = f"its rings cannot be made: {error}"
             worker.kill()
@@ -312,18 +310,25 @@ class Supervisor:
                 if worker.mailbox.fault is not None:
                     replica.kill(worker.mailbox.fault)
                     self.changes.unpark_all()  # it may be dead much later
-            exit, reason = await worker.wait_ending(), replica.incarnation.reason
+            exit = await worker.wait_ending()
             replica.incarnation.stop()
             replica.state = ReplicaState.RESTARTING
-            for message, fds in worker.mailbox.unread():  # sent before it died
-                self._handle(replica, message, fds)
-                if isinstance(message, messages.LoadFailed):
-                    reason = reason or replica.incarnation.reason
-            if output is not None:
-                client_output.deliver_rest(replica, output, self._listener)
-            replica.incarnation.reason = reason  # a torn message or chunk of a dead worker is not why it died
-            self._deaths.report(replica, exit)
+            self._report_end(replica, worker, exit)
             nursery.cancel_scope.cancel()
+
+    def _report_end(self, replica: Replica, worker: Worker, exit: WorkerExit) -> None:
+        """Take what a worker sent before its end, and report the end as a death."""
+        incarnation = replica.incarnation
+        reason = incarnation.reason
+        for message, fds in worker.mailbox.unread():  # such as checkpoints, from which others resume
+            self._handle(replica, message, fds)
+            if isinstance(message, messages.LoadFailed):
+                reason = reason or incarnation.reason
+        if incarnation.output is not None:
+            client_output.deliver_rest(replica, incarnation.output, self._listener)
+        incarnation.reason = reason  # a torn message or chunk of a dead worker is not why it died
+        self._edges.close_input(replica.address)  # what waits for room in it goes to the successor now
+        self._deaths.report(replica, exit)
 
     @trio.lowlevel.enable_ki_protection
     async def _cancel_at_death(self, worker: Worker, scope: trio.CancelScope) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from omni_actors.errors import InvalidRequest
 from ringbuf import Tensor
+from ringbuf.syscalls import memfd_create
 
 DTYPES = {
     "bool": "BOOL",
@@ -78,7 +79,7 @@ class WeightMemory:
 
     def _write(self, tensors: Mapping[str, Tensor | _Place], write: Callable[[BufferedWriter, str], object]) -> Path:
         """Write a new file. write: writes the bytes of the tensor with this name."""
-        descriptor = os.memfd_create("weights", os.MFD_CLOEXEC)
+        descriptor = memfd_create("weights")
         places: dict[str, _Place] = {}
         try:
             with open(descriptor, "wb", closefd=False) as file:

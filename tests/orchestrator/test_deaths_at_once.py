@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import InvalidRequest, StageCrashed, TemporarilyRefused
 from omni_actors.log_events import RequestsLost
 from omni_actors.orchestrator.pieces import Input
-from omni_actors.stages.base import StageRequest
+from omni_actors.stages.base import StageContext, StageRequest
 from omni_actors.stress.simulation.deciding import DecidingEngine
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import SimulatedWorker, WorkerBehavior
@@ -166,10 +167,14 @@ async def test_a_request_whose_workers_are_killed_one_after_the_other_uses_up_it
 
 
 class RefusesReplays(DecidingEngine):
-    """Refuses each request that an earlier incarnation had started."""
+    """Refuses each request that an earlier incarnation of the second stage had started."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self._refuses = context.stage == "second"
 
     def start(self, request: StageRequest) -> None:
-        if request.replayed:
+        if self._refuses and request.replayed:
             raise TemporarilyRefused("it cannot go on", code="not_resumed")
         super().start(request)
 
@@ -200,20 +205,76 @@ async def test_a_request_that_has_gone_on_and_is_refused_later_is_not_logged_as_
     assert not any(isinstance(event, RequestsLost) for event in events)
 
 
-async def test_a_request_that_is_refused_when_it_is_replayed_is_logged_as_lost(
-    caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+@pytest.mark.parametrize(
+    ("deaths", "signal", "requests"),
+    [
+        (["second"], "SIGKILL", 1),
+        pytest.param(["second", "third"], "SIGKILL", 1, id="another stage dies later"),
+        pytest.param(["second"], "SIGSEGV", 2, id="either request may be to blame"),
+    ],
+)
+async def test_requests_that_are_refused_when_they_are_replayed_are_logged_as_lost(
+    deaths: Sequence[str],
+    signal: str,
+    requests: int,
+    caplog: pytest.LogCaptureFixture,
+    autojump_clock: trio.testing.MockClock,
 ) -> None:
     spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(load_s=1.0, turn_s=0.01), lambda note: None)
     each = {**DECIDING, "engine": f"{__name__}:RefusesReplays"}
+    scripts = [[Input({"n": i, "text": f"{number}."}) for i in range(PIECES)] for number in range(requests)]
     with trio.fail_after(WATCHDOG_S):
         async with OmniSystem.open(pipeline(**each), spawner=spawner) as omni:
-            generation = omni.submit({"script": [Input({"n": i, "text": "."}) for i in range(PIECES)]}, ["audio"])
-            await anext(aiter(generation))
-            serving(omni, spawner, "second")[0].kill()
-            with pytest.raises(TemporarilyRefused):
-                async for _ in generation:
-                    pass
+            running = [omni.submit({"script": script}, ["audio"]) for script in scripts]
+            for generation in running:
+                await anext(aiter(generation))
+            for victim in [worker for stage in deaths for worker in serving(omni, spawner, stage)]:
+                victim.die(signal=signal)
+                await trio.sleep(0.01)
+            for generation in running:
+                with pytest.raises(TemporarilyRefused):
+                    async for _ in generation:
+                        pass
             await trio.sleep(1)
-    [lost] = [record.event for record in caplog.records if isinstance(getattr(record, "event", None), RequestsLost)]
-    assert (lost.stage, lost.requests, lost.retryable) == ("second", 1, True)
-    assert lost.reason == "it was refused when it was replayed (not_resumed)"
+    lost = [record.event for record in caplog.records if isinstance(getattr(record, "event", None), RequestsLost)]
+    assert {(each.stage, each.retryable) for each in lost} == {("second", True)}
+    assert sum(each.requests for each in lost) == requests
+    assert {each.reason for each in lost} == {"it was refused when it was replayed (not_resumed)"}
+
+
+async def test_what_a_worker_computes_while_it_stops_reaches_the_client(autojump_clock: trio.testing.MockClock) -> None:
+    """Two requests wait in two stopped workers. One is told to stop for good, and goes on with what it has first."""
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(turn_s=0.01), lambda note: None)
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(pipeline(replicas=2), spawner=spawner) as omni:
+            workers = serving(omni, spawner, "third")
+            for worker in workers:
+                worker.stop_process()
+            inputs = {"script": [Input({"n": 0, "text": "."})]}
+            running = [omni.submit(inputs, ["audio"], on_failure="fail") for _ in workers]
+            await trio.sleep(1)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(functools.partial(omni.scale, "third", 1, drain_s=0))
+                await trio.sleep(1)
+                for worker in workers:
+                    worker.continue_process()
+            assert sorted(worker.alive for worker in workers) == [False, True]
+            for each in running:
+                assert [output.data["n"] async for output in each] == [0]
+
+
+async def test_input_that_waits_for_a_dying_worker_goes_to_the_standby(autojump_clock: trio.testing.MockClock) -> None:
+    """The ring of the dead worker is full, and its process takes long to be torn down."""
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(turn_s=0.01, dying_s=100.0), lambda note: None)
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(pipeline(standby=1, ring_bytes=8192), spawner=spawner) as omni:
+            [worker] = serving(omni, spawner, "first")
+            worker.stop_process()
+            generation = omni.submit(
+                {"script": [Input({"n": i, "text": "." * 1000}) for i in range(PIECES)]}, ["audio"]
+            )
+            await trio.sleep(1)
+            worker.kill()
+            killed_at = trio.current_time()
+            assert [output.data["n"] async for output in generation] == list(range(PIECES))
+            assert trio.current_time() - killed_at < worker.behavior.dying_s

@@ -81,7 +81,7 @@ def test_a_library_caller_has_no_window(unread: Unread) -> None:
     assert account.waiting_since is None
 
 
-def test_under_pressure_all_but_the_oldest_whole_answer_are_paused(unread: Unread) -> None:
+def test_under_pressure_all_whole_answers_but_the_first_large_one_are_paused(unread: Unread) -> None:
     streams, answers = opened(unread, 2, "stream"), opened(unread, 3, "whole")
     unread.arrive(streams[0], 100 * KIB, 0.0)
     unread.arrive(streams[1], SMALL_BYTES, 0.0)

@@ -14,18 +14,9 @@ import psutil
 import pytest
 
 from ringbuf import Ring, RingCorrupted
-from ringbuf._descriptors import (
-    ALLOW_SEALING,
-    F_ADD_SEALS,
-    FUTURE_WRITE,
-    MEMFD_CREATE,
-    SEAL,
-    SIZE_IS_SEALED,
-    WRITE,
-    create_memory,
-    libc,
-)
+from ringbuf._descriptors import create_memory
 from ringbuf._words import HEADER, PAGE
+from ringbuf.syscalls import F_ADD_SEALS, FUTURE_WRITE, SEAL, SIZE_IS_SEALED, WRITE, memfd_create
 from tests.ringbuf.descriptors import Peer, descriptors, duplicates
 
 GENERATION = 7
@@ -42,7 +33,7 @@ def closing(*fds: int) -> Iterator[tuple[int, ...]]:
 
 def memory(size: int, seals: int, *, allocate: bool = True) -> int:
     """A segment as ``create_memory`` makes it, with a valid header, except for the arguments."""
-    fd: int = libc.syscall(MEMFD_CREATE, b"forged", ALLOW_SEALING)
+    fd = memfd_create("forged")
     with Ring.create(PAGE, generation=GENERATION) as ring:
         header = bytearray(bytes(ring._segment.words[:8]))
     header[16:24] = max(0, size - HEADER).to_bytes(8, "little")

@@ -274,7 +274,7 @@ async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch: pytest.Mo
     def none_left(*_: object, **__: object) -> int:
         raise OSError(24, "Too many open files")
 
-    for place in ("os.pidfd_open", "subprocess.Popen"):
+    for place in ("omni_actors.supervisor.process.pidfd_open", "subprocess.Popen"):
         with monkeypatch.context() as patch:
             patch.setattr(place, none_left)
             with pytest.raises(SpawnFailed, match="Too many"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import resource
 import select
 import shutil
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 from rich import filesize
 
 from omni_actors.cli.doctor.findings import Finding, error, ok, warning
+from ringbuf.syscalls import memfd_create, pidfd_open, pidfd_send_signal, seal_size
 
 LITTLE_MEMORY = 4 * 2**30
 """Bytes below which the pipeline ``voice`` leaves little room: it takes about 2 GB."""
@@ -111,9 +110,9 @@ def _feature(name: str, use: str, attempt: Callable[[], None]) -> Finding:
 
 
 def _try_pidfd() -> None:
-    pidfd = os.pidfd_open(os.getpid())
+    pidfd = pidfd_open(os.getpid())
     try:
-        signal.pidfd_send_signal(pidfd, 0)
+        pidfd_send_signal(pidfd, 0)
     finally:
         os.close(pidfd)
 
@@ -130,10 +129,10 @@ def _try_eventfd() -> None:
 
 
 def _try_memfd() -> None:
-    descriptor = os.memfd_create("omni_actors_doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = memfd_create("omni_actors_doctor")
     try:
         os.posix_fallocate(descriptor, 0, mmap.PAGESIZE)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        seal_size(descriptor)
         mmap.mmap(descriptor, mmap.PAGESIZE).close()
     finally:
         os.close(descriptor)

@@ -31,6 +31,7 @@ from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.settings import is_loopback
 from omni_actors.system import OmniSystem
+from ringbuf.syscalls import pidfd_open, pidfd_send_signal
 
 PATH = "/v1/chaos"
 STARVE_S = 5.0
@@ -117,7 +118,7 @@ def _pid(system: OmniSystem, stage: str, replica: str) -> int:
 def _opened(pid: int) -> Iterator[int]:
     """Open a pidfd for the block. Raises HTTPError 409 if the process has ended."""
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = pidfd_open(pid)
     except ProcessLookupError as error:
         raise HTTPError(409, "the worker has just ended", code="no_worker") from error
     try:
@@ -128,7 +129,7 @@ def _opened(pid: int) -> Iterator[int]:
 
 def _send(pidfd: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):  # it has ended
-        signal.pidfd_send_signal(pidfd, number)
+        pidfd_send_signal(pidfd, number)
 
 
 async def _starve(pidfd: int) -> None:

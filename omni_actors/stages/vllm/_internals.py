@@ -13,7 +13,6 @@ processor get the tokens in ``replay``, the model runner's state of the request 
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,6 +27,7 @@ from vllm import ModelRegistry, PoolingParams
 from vllm.platforms import current_platform
 
 from omni_actors.stages.vllm.decided import tokens_at_once
+from ringbuf.syscalls import memfd_create
 
 VERSIONS = ("0.32.0",)
 NAMES = (
@@ -272,7 +272,7 @@ class StageWorker(_Base):  # type: ignore[misc]
 
     def __init__(self, **kwargs: Any) -> None:
         if kwargs["vllm_config"].parallel_config.world_size == 1:
-            descriptor = os.memfd_create("vllm")  # never closed: torch's process group lives as long as the process
+            descriptor = memfd_create("vllm")  # never closed: torch's process group lives as long as the process
             kwargs["distributed_init_method"] = f"file:///proc/self/fd/{descriptor}"
         super().__init__(**kwargs)
 
