@@ -212,7 +212,7 @@ class Overloaded(RequestError):
     Attributes:
         limit: ``limits.max_requests``.
         retry_after_s: Estimated seconds until a request would be admitted.
-        stage: The stage whose control messages have piled up; None if ``limit`` requests are running.
+        stage: The stage whose control messages have piled up; None if ``limit`` requests are in flight.
     """
 
     retryable = True

@@ -87,6 +87,8 @@ class WorkerDied(WorkerEnd, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         exit = WorkerExit(self.pid, self.signal, self.exit_code, reason=self.reason, node=self.node)
+        if self.pid is None:
+            return f"{self.worker} could not be started: {self.reason}"
         return f"{self.worker} died: {exit}; it held {_requests(self.requests)}"
 
 
@@ -135,7 +137,7 @@ class RequestsReplayed(WorkerEnd, frozen=True, kw_only=True):
 
     Attributes:
         requests: how many.
-        resumed: of these, how many of which a resumable stage starts again: from its decisions, if it has made any.
+        resumed: how many of these continue from the journal of a resumable stage, if it has made decisions.
         replayed_after_s: the time from the death until the last of them was dispatched again.
         successors: the replicas of the stage that go on with them.
     """

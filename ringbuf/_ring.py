@@ -124,9 +124,8 @@ class Ring:
         except RingError as error:
             if exists(found):
                 raise
-            raise RingNotFound(
-                name
-            ) from error  # it was closed meanwhile, and its descriptors' numbers mean other files
+            # It was closed meanwhile, and its descriptors' numbers mean other files.
+            raise RingNotFound(name) from error
         ring._name = found
         return ring
 

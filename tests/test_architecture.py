@@ -23,11 +23,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEAVES = {
     *("omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.metrics", "omni_actors.config"),
-    *("omni_actors.validation", "omni_actors.log_events", "omni_actors.playback"),
+    *("omni_actors.validation", "omni_actors.log_events", "omni_actors.playback", "ringbuf.syscalls"),
 }
 WORKER = {
     *("omni_actors.errors", "omni_actors.metrics", "omni_actors.protocol.messages"),
-    *("omni_actors.protocol", "omni_actors.platform", "omni_actors.stages.base", "ringbuf"),
+    *("omni_actors.protocol", "omni_actors.platform", "omni_actors.stages.base"),
+    *("ringbuf", "ringbuf.syscalls"),
 }
 """What a worker and its supervisor may import."""
 ENGINE_DATA = {f"omni_actors.stages.{name}" for name in ("base", "registry", "assets", "memory")}
@@ -37,7 +38,8 @@ OPTIONS = "omni_actors.stages.*.options"
 PIPELINE_INDEX = "omni_actors.stages.diffusion.pipeline_index"
 
 LAYERS: dict[str, set[str]] = {
-    "ringbuf": set(),
+    "ringbuf.syscalls": set(),
+    "ringbuf": {"ringbuf.syscalls"},
     "omni_actors.deaths": set(),
     "omni_actors.errors": {"omni_actors.deaths"},
     "omni_actors.transitions": set(),
@@ -57,7 +59,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.stages.registry": {"omni_actors.stages.base", OPTIONS, PIPELINE_INDEX},
     "omni_actors.stages.memory": {"omni_actors.stages.registry"},
     "omni_actors.stages": {
-        *("omni_actors.errors", "omni_actors.validation", "ringbuf", OPTIONS),
+        *("omni_actors.errors", "omni_actors.validation", "ringbuf", "ringbuf.syscalls", OPTIONS),
         *(f"omni_actors.stages.{name}" for name in ("base", "assets", "bounds", "adapters.files")),
         PIPELINE_INDEX,
     },
@@ -80,7 +82,8 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.cluster": {
         *("omni_actors.errors", "omni_actors.config", "omni_actors.protocol", "omni_actors.protocol.messages"),
-        *("omni_actors.platform", "omni_actors.supervisor", "omni_actors.log_events", "ringbuf"),
+        *("omni_actors.platform", "omni_actors.supervisor", "omni_actors.log_events"),
+        *("ringbuf", "ringbuf.syscalls"),
     },
     "omni_actors.orchestrator": {
         *("omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", "omni_actors.transitions"),

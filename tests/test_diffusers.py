@@ -76,7 +76,7 @@ async def test_what_is_out_of_bounds_names_its_field(omni: OmniSystem) -> None:
     await check_refused(omni, {"prompt": "a cat", **ASKED}, ("steps", 500), ("strength", 0.5), several)
 
 
-@pytest.mark.skipif("OMNI_ACTORS_TEST_NOISE" in os.environ, reason="make test-portable has far less noise than this")
+@pytest.mark.skipif("OMNI_ACTORS_TEST_NOISE" in os.environ, reason="this test adds its own, larger noise")
 def test_an_incarnation_that_computes_otherwise_goes_on(shared_system: SharedSystem) -> None:
     """What the client has is not compared. This is the last test: the worker that it leaves has noise."""
 

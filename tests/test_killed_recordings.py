@@ -186,7 +186,7 @@ def test_whisper_killed_while_the_recording_arrives(shared_system: SharedSystem,
     shared_system.run(work)
 
 
-@pytest.mark.skipif("OMNI_ACTORS_TEST_NOISE" in os.environ, reason="make test-portable has far less noise than this")
+@pytest.mark.skipif("OMNI_ACTORS_TEST_NOISE" in os.environ, reason="this test adds its own, larger noise")
 def test_an_incarnation_that_computes_otherwise_goes_on(shared_system: SharedSystem, recordings: Recordings) -> None:
     """It measures other log probabilities, and nothing is compared."""
 

@@ -63,7 +63,7 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif("OMNI_ACTORS_TEST_NOISE" in os.environ, reason="make test-portable has far less noise than this")
+@pytest.mark.skipif("OMNI_ACTORS_TEST_NOISE" in os.environ, reason="this test adds its own, larger noise")
 @pytest.mark.parametrize(("opened", "stage"), CASES, indirect=["opened"])
 def test_a_stage_killed_at_every_tenth_output(
     opened: tuple[Killed, SharedSystem], stage: str, record_property: Callable[[str, object], None]

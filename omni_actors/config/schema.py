@@ -80,9 +80,10 @@ class Limits(Section, frozen=True, kw_only=True):
     quarantine_s: Annotated[float, Meta(ge=0)] = 600.0
     """Seconds for which a request is refused after requests like it ended at least two workers; 0 means not at all."""
     retain_bytes: Positive = 64 * 1024 * 1024
-    """Outputs of one request that one stage retains for a replay. A request that exceeds it cannot be replayed. As many
-    bytes of memory may hold the request's checkpoints there; beyond that, none is kept. Without ``async_chunk``, also
-    the input of one request that one stage gathers. A request that exceeds it ends."""
+    """Outputs of one request that one stage retains for a replay. A request that exceeds it can be replayed only if the
+    stage can compute its outputs again. As many bytes of memory may hold the request's checkpoints there; beyond that,
+    none is kept. Without ``async_chunk``, also the input of one request that one stage gathers. A request that exceeds
+    it ends."""
     worker_retain_bytes: Positive = 256 * 1024 * 1024
     """Outputs of all requests that one worker retains. Above it, the largest request loses its retained outputs. As
     many bytes of memory may hold checkpoints. Without ``async_chunk``, also the input that one worker gathers."""

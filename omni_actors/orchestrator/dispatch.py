@@ -1,7 +1,8 @@
 """Places requests on replicas and starts them there, at first and for a replay.
 
 Rules
-1. A request is numbered at dispatch, so that request numbers reach every worker in increasing order.
+1. A request is numbered at its first dispatch, so that the numbers of new requests reach every worker in increasing
+   order. A replay keeps the number.
 2. ``Start`` is posted to every stage of a route, the last stage first, before any input is sent. It wakes only workers
    that get input from the client; the others are woken by their first chunk.
 3. A stage that starts again receives nothing until it has confirmed with ``Started``; then its sources send from their

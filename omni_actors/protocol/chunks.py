@@ -4,7 +4,8 @@ A chunk is identified by request, source and sequence number. Whichever incarnat
 often, it means the same. So a receiver drops the chunks that it has, and a replay may begin again at 0.
 
 A chunk of a deterministic stage has the same content each time, which the receiver checks; what it passes on from
-stages upstream (``upstream``) may differ. A chunk of a resumable stage carries the decisions behind it (``journal``).
+stages upstream (``upstream``) may differ. A chunk of a resumable stage carries the decisions that it follows from
+(``decisions``).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class MailboxFull(OmniError):
 
     def __init__(self, pending: int) -> None:
         self.pending = pending
-        super().__init__(f"{pending} control messages are waiting unread")
+        super().__init__(f"it does not read its control messages: {pending} wait, which is the limit")
 
 
 class Mailbox:

@@ -53,7 +53,7 @@ from ringbuf import Tensor as Tensor
 REFUSALS = InvalidRequest, TemporarilyRefused
 """The exceptions by which an engine refuses one request (rule 4)."""
 RequestId: TypeAlias = int
-"""A request's number: unique within a system, and increasing in the order of admission."""
+"""A request's number: unique within a system, and increasing in the order of the first dispatch."""
 
 TensorLike: TypeAlias = "np.ndarray[Any, Any] | Tensor"
 

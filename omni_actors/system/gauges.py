@@ -15,7 +15,11 @@ def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges
     """Yield every figure of a system: of its requests, of each replica, and of each ring, node and link."""
     readers = orchestrator.readers
     for name, help, value in (
-        ("requests_in_flight", "Admitted requests whose client does not have the whole answer", orchestrator.in_flight),
+        (
+            "requests_in_flight",
+            "Admitted requests that have not ended, or have much unread output",
+            orchestrator.in_flight,
+        ),
         ("requests_paused", "Requests whose stages are paused until their client reads", readers.unread.paused),
         ("unread_bytes", "Bytes of output that clients have not read", readers.unread.total),
         ("requests_queued", "Admitted requests that wait for a stage to become ready", orchestrator.queued),

@@ -201,7 +201,7 @@ class OmniSystem(
 
     @property
     def in_flight(self) -> int:
-        """Number of admitted requests whose client does not have the whole answer yet."""
+        """Number of admitted requests that have not ended, or of which more than 64 KiB of output is unread."""
         return self._orchestrator.in_flight
 
     def make_room(self) -> bool:

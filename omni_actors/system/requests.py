@@ -120,7 +120,7 @@ class Requests:
         Raises:
             InvalidRequest: An argument is wrong, or no route leads from the input to the modalities.
             Unsupported: A stage of the route cannot do what is asked, or no stage has the LoRA adapter.
-            Overloaded: ``limits.max_requests`` requests are running. A request never waits for admission; ``map``
+            Overloaded: ``limits.max_requests`` requests are in flight. A request never waits for admission; ``map``
                 submits any number of prompts without this error.
             Quarantined: The same request has ended workers a short time ago.
             StageUnavailable: A stage that the request needs has failed.

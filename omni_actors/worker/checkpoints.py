@@ -95,7 +95,8 @@ class Checkpoints:
             return None
         needed = Snapshot.needed_bytes(size + HEADROOM)
         if needed > limit:
-            self._report(request, f"it takes {needed} bytes, and {max(0, limit)} are allowed (limits.retain_bytes)")
+            setting = "retain_bytes" if limit == self._limits[request] else "worker_retain_bytes"
+            self._report(request, f"it needs {needed} bytes, and {max(0, limit)} are left (limits.{setting})")
             return None
         try:
             return Snapshot.create(size + HEADROOM)
@@ -121,7 +122,7 @@ class Checkpoints:
         """Log once that a checkpoint is not kept, or not used."""
         if not self._reported:
             self._reported = True
-            self._control.warn(f"request {request} has no checkpoint (reported once): {why}")
+            self._control.warn(f"a checkpoint of request {request} is not kept, or not used (reported once): {why}")
 
 
 def _decoded(request: int, frame: Frame) -> StageCheckpoint:

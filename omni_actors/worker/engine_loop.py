@@ -3,11 +3,11 @@
 Rules
 1. A chunk is fed to the engine in place, and an output is copied once, into a ring. No other thread touches either.
 2. The loop sleeps in one poll() over the bell of its control connection, the doorbells of its incoming rings and, where
-   output waits for room, of its outgoing rings. A ``Start`` for a stage without input from
-   the client rings no bell: the first chunk wakes the loop. For a stage with such input the ``Start`` does.
+   output waits for room, of its outgoing rings. A ``Start`` for a stage without input from the client rings no bell:
+   the first chunk wakes the loop. For a stage with such input the ``Start`` does.
 3. Commands are handled before chunks. Still, a chunk may arrive before its ``Start``, since they travel separately.
-   Request numbers grow with every ``Start``: a chunk with a number above the newest started request waits, and a chunk
-   with a lower number whose request is not active is stale.
+   Request numbers grow with every ``Start`` but that of a replay: a chunk with a number above the newest started
+   request waits, and a chunk with a lower number whose request is not active is stale.
 4. A new ring to a consumer means a new consumer. It receives nothing of requests that are already running until
    ``Resend``; then it receives all their outputs.
 5. Backpressure: while more than ``congested_bytes`` wait for room on any edge, the loop neither steps nor receives. So

@@ -217,7 +217,7 @@ class Retention:
         """Return the retained outputs of a request; or the reason why there are none."""
         retained = self._by_request.get(request)
         if retained is None:
-            return "nothing of it is retained"
+            return "the stage retains no outputs of it"
         return retained.chunks if retained.evicted is None else retained.evicted
 
     def _evict(self, request: int, why: str) -> str:

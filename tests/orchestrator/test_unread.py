@@ -219,3 +219,16 @@ def test_counts_equal_a_recount_and_one_whole_answer_always_runs(data: st.DataOb
         assert all(account.charged > 0 for account in accounts if account.paused)
         if not accounts:
             return
+
+
+def test_under_pressure_a_piece_changes_no_account_but_its_own(unread: Unread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its cost does not grow with the requests in flight."""
+    opened(unread, 1000, "stream")
+    answers = opened(unread, 3, "whole")
+    for answer in answers:
+        unread.arrive(answer, 1000 * KIB, 0.0)
+    looked: list[Account] = []
+    monkeypatch.setattr(Unread, "_file", lambda self, account: looked.append(account))
+    for answer in answers:
+        unread.arrive(answer, 1, 0.0)
+    assert len(looked) <= 2 * len(answers), "its own, and that of the answer that runs"

@@ -9,10 +9,7 @@ import trio
 import trio.testing
 
 from omni_actors.errors import WorkerExit
-from omni_actors.protocol.messages import (
-    Pong,
-    Ready,
-)
+from omni_actors.protocol.messages import Address, Pong, Ready
 from omni_actors.supervisor.replica import ReplicaState
 from tests.supervisor.simulated_supervisor import SimulatedSystem, SimulatedWorker
 
@@ -57,6 +54,21 @@ async def test_a_hang_is_found_in_time_whenever_it_begins(
         assert [str(exit) for exit in system.exits] == [
             "pid 1 was killed by SIGKILL: no progress for 10 s (step_timeout_s)"
         ]
+
+
+async def test_a_hang_in_a_call_that_may_take_long_names_the_timeout_of_the_call(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = SimulatedSystem({"a": ()}, a={"step_timeout_s": 10.0})
+    async with system.running():
+        monkeypatch.setattr(system.supervisor.replicas[Address("a", 0)].incarnation.calls, "remaining_s", lambda: 25.0)
+        await trio.sleep(1.0)  # two pings
+        system.worker("a").wedged = True
+        while system.generations() != {"a.0": 2}:
+            await system.supervisor.changes.park()
+        await system.settle()
+        reason = "no progress for 25 s (the timeout of a call to its engine)"
+        assert [str(exit) for exit in system.exits] == [f"pid 1 was killed by SIGKILL: {reason}"]
 
 
 async def test_a_slow_worker_is_never_killed(autojump_clock: trio.testing.MockClock) -> None:

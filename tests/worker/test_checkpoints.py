@@ -135,7 +135,7 @@ def test_a_checkpoint_beyond_a_bound_is_not_kept(
         harness.start(request, **bounds)
         assert finish(harness, into, out, request) == [2, 4, 6]
         assert messages_until_finished(harness) == []
-    assert capfd.readouterr().err.count("has no checkpoint") == bool(bounds["checkpoint_bytes"])
+    assert capfd.readouterr().err.count("is not kept, or not used") == bool(bounds["checkpoint_bytes"])
 
 
 def test_the_bound_of_the_worker_is_over_its_active_requests(begin: Begin) -> None:
