@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ class Transcript:
         """Yield the times and the text of each segment. mark: of decimals."""
         for text, segment in self._segments:
             times = f"{_clock(segment['start'], mark)} --> {_clock(segment['end'], mark)}"
-            yield times, " ".join(text.split()).replace("-->", "->")
+            yield times, re.sub("-+>", "->", " ".join(text.split()))
 
 
 def _clock(seconds: float, mark: str) -> str:

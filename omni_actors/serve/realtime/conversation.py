@@ -93,6 +93,12 @@ class Entry:
                 return part.type == "output_audio"
         return False
 
+    def keep_heard(self, sound_ms: float) -> None:
+        """Keep of a spoken answer the words that were heard in so many milliseconds of its sound."""
+        assert isinstance(self.item, Message)
+        self.item.content[0].transcript = self.spoken.heard(sound_ms)
+        self.measure()
+
     @property
     def may_leave(self) -> bool:
         """Whether it may make room for a new item: it is complete, and no instruction to the model."""
@@ -283,10 +289,7 @@ class Conversation:
 
     def truncate(self, id: str, audio_end_ms: int) -> None:
         """Keep of a spoken answer the words that were heard in so many milliseconds. Raises HTTPError."""
-        entry = self.check_truncation(id, audio_end_ms)
-        assert isinstance(entry.item, Message)
-        entry.item.content[0].transcript = entry.spoken.heard(audio_end_ms)
-        entry.measure()
+        self.check_truncation(id, audio_end_ms).keep_heard(audio_end_ms)
 
 
 def _is_awaited(group: Sequence[Entry]) -> bool:

@@ -116,10 +116,15 @@ class ResponseEvents:
         self._done(entry, status)
 
     def end(self, status: str, details: Mapping[str, Any] | None, usage: Mapping[str, int] | None) -> None:
-        """End the response and what it has begun."""
+        """End the response and what it has begun.
+
+        A spoken answer that was cut or has failed keeps the words whose sound was sent.
+        """
         item_status: Status = "completed" if status == "completed" else "incomplete"
         self.end_call(item_status)
         if self.message is not None:
+            if self._is_spoken and status in ("cancelled", "failed"):
+                self.message.keep_heard(float(self.message.sent_ms))
             self._end_message(self.message, item_status)
         self._outbox.post("response.done", response=self._response(status, details, usage))
 

@@ -6,9 +6,18 @@ import base64
 import json
 import time
 
+import numpy as np
 import pytest
+import trio
+from starlette.websockets import WebSocket
 
+from omni_actors.outputs import AudioChunk
+from omni_actors.serve.realtime.conversation import Conversation, Entry, has_open_question
+from omni_actors.serve.realtime.items import Message, Part
+from omni_actors.serve.realtime.outbox import Outbox
+from omni_actors.serve.realtime.response_events import ResponseEvents
 from tests.support.realtime import PCM_S, Session
+from tests.support.served_engines import WORD_S
 
 
 def test_a_spoken_answer_is_paced_cancelled_and_truncated(talk: Session) -> None:
@@ -26,6 +35,9 @@ def test_a_spoken_answer_is_paced_cancelled_and_truncated(talk: Session) -> None
     assert item["status"] == "incomplete"
     assert sum(event["type"] == "response.output_audio.delta" for event in events) < most < 150
     before = item["content"][0]["transcript"].split()
+    assert 3 <= len(before) < most * 0.2 / WORD_S + 2, (
+        "words that were written, and of which no sound was sent, are dropped"
+    )
     place = {"item_id": item["id"], "content_index": 0}
     assert talk.error("conversation.item.truncate", **place, audio_end_ms=60_000)["param"] == "audio_end_ms"
     talk.send("conversation.item.truncate", **place, audio_end_ms=150)
@@ -123,3 +135,25 @@ def test_sound_is_cleared_after_a_cancellation_and_after_the_end_too(talk: Sessi
     talk.send("output_audio_buffer.clear")
     cleared = talk.receive()
     assert (whole["status"], cleared["response_id"]) == ("completed", whole["id"])
+
+
+@pytest.mark.parametrize("status", ["cancelled", "failed"])
+@pytest.mark.parametrize("heard_s", [0, 1, 2])
+def test_an_answer_that_ends_early_keeps_the_words_whose_sound_was_sent(status: str, heard_s: int) -> None:
+    conversation = Conversation(max_items=10, max_bytes=10_000)
+    question = Entry(Message(role="user", content=[Part("input_text", text="What?")]))
+    conversation.insert(question)
+    websocket = WebSocket({"type": "websocket"}, trio.sleep_forever, trio.sleep_forever)
+    events = ResponseEvents(Outbox(websocket), conversation, {}, is_spoken=True)
+    events.begin()
+    for sentence in ("One two three.", " Four five six."):
+        events.text(sentence)
+        events.computed(AudioChunk(np.ones(24_000, np.float32), 24_000), sentence)
+    for _ in range(heard_s):
+        events.sound(bytes(2 * 24_000), 2 * 24_000)
+    events.end(status, None, None)
+    [_, answer] = conversation.entries
+    assert isinstance(answer.item, Message)
+    assert answer.item.content[0].transcript == ("", "One two three.", "One two three. Four five six.")[heard_s]
+    assert has_open_question(conversation.entries) == (heard_s == 0)
+    assert conversation.nbytes == sum(entry._measured() for entry in conversation.entries)

@@ -49,6 +49,8 @@ def test_subtitles(client: openai.OpenAI, file: Any) -> None:
     assert ask(client, file, response_format="srt") == f"1\n00:00:00,000 --> 00:00:02,000\n{RESULT}\n\n"
     vtt = ask(client, file, response_format="vtt", prompt="<b> & so on")
     assert vtt == f"WEBVTT\n\n00:00:00.000 --> 00:00:02.000\n{RESULT}, &lt;b&gt; &amp; so on\n\n"
+    srt = ask(client, file, response_format="srt", prompt="a --> b ---> c")
+    assert srt.endswith(f"\n{RESULT}, a -> b -> c\n\n"), "an arrow would be taken for times"
 
 
 def test_a_stream_has_openais_events(client: openai.OpenAI, file: Any) -> None:
