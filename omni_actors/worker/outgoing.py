@@ -165,6 +165,8 @@ class Retention:
 
     def __init__(self) -> None:
         self._by_request: dict[int, Retained] = {}
+        self._held: dict[int, Retained] = {}
+        """Those of which outputs are retained."""
         self._limit_bytes = self._bytes = 0
 
     @property
@@ -185,6 +187,7 @@ class Retention:
         """Drop the outputs of a request that has ended. Harmless if nothing is retained of it."""
         if retained := self._by_request.pop(request, None):
             self._bytes -= retained.bytes
+            self._held.pop(request, None)
 
     def end(self, request: int) -> list[tuple[int, str]]:
         """Retain nothing more of a request whose first outputs are partial. Returns it, and why, if it was retained."""
@@ -196,7 +199,7 @@ class Retention:
         """Retain one more output. Returns the requests that were evicted for it, and why."""
         if not self.retains(request):
             return []
-        retained = self._by_request[request]
+        retained = self._held[request] = self._by_request[request]
         retained.chunks.append(output)
         retained.bytes += output.size + OVERHEAD_BYTES
         self._bytes += output.size + OVERHEAD_BYTES
@@ -205,7 +208,7 @@ class Retention:
             why = f"its outputs exceed the {retained.limit_bytes} bytes that are retained (limits.retain_bytes)"
             evicted.append((request, self._evict(request, why)))
         while self._bytes > self._limit_bytes:
-            largest = max(self._by_request, key=lambda each: self._by_request[each].bytes)
+            largest = max(self._held, key=lambda each: self._held[each].bytes)
             why = (
                 f"its retained outputs were evicted, as the largest of more than {self._limit_bytes} bytes"
                 " in one worker (limits.worker_retain_bytes)"
@@ -222,6 +225,7 @@ class Retention:
 
     def _evict(self, request: int, why: str) -> str:
         retained = self._by_request[request]
+        self._held.pop(request, None)
         self._bytes -= retained.bytes
         retained.chunks, retained.bytes, retained.evicted = [], 0, why
         return why
