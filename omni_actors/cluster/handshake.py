@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from abc import ABC, abstractmethod
 from typing import Final
 
 from omni_actors.errors import OmniError
@@ -50,7 +51,7 @@ class HandshakeFailed(OmniError):
         super().__init__(f"the handshake failed: {why}")
 
 
-class Handshake:
+class Handshake(ABC):
     """One side. ``wanted`` is the number of bytes that ``receive`` takes next; 0: the other side is authenticated.
 
     role: what the connection is for, such as "link". subject: which one, such as a link's id. An acceptor knows both
@@ -68,12 +69,12 @@ class Handshake:
         self.role = ""
         self.subject = 0
 
+    @abstractmethod
     def receive(self, data: bytes) -> bytes:
         """Take ``wanted`` bytes of the other side. Returns what is to be sent to it, perhaps nothing.
 
         Raises HandshakeFailed: close the connection.
         """
-        raise NotImplementedError
 
     def keys(self) -> tuple[bytes, bytes]:
         """Return two keys of this connection alone: one for what the connector sends, one for what the acceptor does.

@@ -22,6 +22,7 @@ nothing more, and leaves the ring's end as it is until ``close``.
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from typing import Final, NamedTuple
 
 from omni_actors.cluster.channel import Channel
@@ -57,7 +58,7 @@ class LinkStatistics(NamedTuple):
     by_reference: int = 0
 
 
-class Link:
+class Link(ABC):
     """One end of a link. The pump's thread alone uses it.
 
     ``step`` moves what can be moved. The pump sets ``readable`` and ``writable`` when the socket becomes so.
@@ -78,23 +79,23 @@ class Link:
         """Begin to use an authenticated connection. now: by the pump's clock. Raises OSError: it is lost already."""
         self.channel, self.state = channel, "open"
 
+    @abstractmethod
     def check_silence(self, now: float, longest_s: float) -> None:
         """Send the sign of life that is due, or look when the other side's came last.
 
         Raises LinkBroken (not for ``longest_s`` seconds), OSError (the connection is lost).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self) -> bool:
         """Move up to about TURN_BYTES. Returns whether more can be moved at once.
 
         Raises LinkBroken, RingError (the ring is corrupted, or was closed here), OSError (the connection).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def bell(self) -> int:
         """Return the descriptor of the doorbell at which this end of the ring sleeps."""
-        raise NotImplementedError
 
     def lose(self) -> None:
         """Give the connection up. The ring's end stays open."""
