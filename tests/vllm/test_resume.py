@@ -135,12 +135,13 @@ def test_a_resumed_answer_is_the_same_answer(driver: Any, name: str) -> None:
     assert (whole[-1].data["finish_reason"] == "repetition") == (name == "repeated")
     for cut in (1, len(whole) // 2, len(whole)):
         journal = [output.decisions for output in whole[:cut]]
-        before = decoded(driver)
-        resumed = answer(driver, params, journal)
-        assert described(resumed)[:cut] == described(whole)[:cut]
-        assert described(resumed) == like(whole)
-        assert decoded(driver) - before == total - tokens_in(params, journal)
-        assert_idle(driver)
+        for needed_from in {0, cut // 2}:
+            before = decoded(driver)
+            resumed = answer(driver, params, journal, needed_from)
+            assert described(resumed)[needed_from:cut] == described(whole)[needed_from:cut]
+            assert described(resumed)[needed_from:] == like(whole)[needed_from:]
+            assert decoded(driver) - before == total - tokens_in(params, journal)
+            assert_idle(driver)
 
 
 def test_a_journal_has_room_for_so_many_log_probabilities(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
