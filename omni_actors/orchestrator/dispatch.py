@@ -200,7 +200,6 @@ class Dispatcher:
 
     def _ask_downstream(self, request: Request) -> None:
         """Ask the living stages downstream of those that start again for their entries (see ``resumption``)."""
-        assert request.number is not None, "it is dispatched"
         placement, asked = request.replay_state.placement, dict[str, Address]()
         if self._resumes(request):
             for stage in request.route.downstream_of(request.resumption.stages):
@@ -210,7 +209,7 @@ class Dispatcher:
         question = request.resumption.ask(asked)
         for stage, address in asked.items():
             producers = {source: placement.get(source) for source in request.route.sources[stage] if source != CLIENT}
-            switch = Switch(request.number, question, producers, request.resumption.known)
+            switch = Switch(request.dispatched_number, question, producers, request.resumption.known)
             self.placement.replicas[address].post(switch)
         self.start_again(request)
 
@@ -218,12 +217,11 @@ class Dispatcher:
         """Post ``Start`` to the stages that start again, the last one first, if every answer is there."""
         if not request.resumption.complete:
             return
-        assert request.number is not None, "it is dispatched"
         for stage in reversed(request.route.stages):
             if stage in request.resumption.stages and not self._must_wait(request, stage):
                 address = request.replay_state.placement[stage]
                 for decided in request.resumption.entries(stage):
-                    self.placement.replicas[address].post(JournalPart(request.number, decided))
+                    self.placement.replicas[address].post(JournalPart(request.dispatched_number, decided))
                 self._post_checkpoint(request, stage, address)
                 self._post_start(request, stage)
                 request.resumption.stages.discard(stage)
@@ -238,13 +236,11 @@ class Dispatcher:
     def _post_checkpoint(self, request: Request, stage: str, address: Address) -> None:
         """Pass on the memory of the stage's checkpoints. Without descriptors, it starts over from its journal."""
         if (memory_fd := request.checkpoints.of(stage)) is not None:
-            assert request.number is not None, "it is dispatched"
             with suppress(OSError):
-                self.placement.replicas[address].post(CheckpointMemory(request.number), [memory_fd])
+                self.placement.replicas[address].post(CheckpointMemory(request.dispatched_number), [memory_fd])
 
     def _post_start(self, request: Request, stage: str) -> None:
         """Post ``Start`` to a stage. It sends to a target that restarts too only after a ``Resend``."""
-        assert request.number is not None, "it is dispatched"
         self.trials.note_use(stage, request, trio.current_time())
         stages = request.replay_state.stages
         address, is_replayed = stages[stage].address, stages[stage].phase is Phase.RESTARTING
@@ -258,7 +254,7 @@ class Dispatcher:
         needed_from = self._needed_from(request, stage, targets) if stage in self._resumable else ()
         self.placement.replicas[address].post(
             Start(
-                request=request.number,
+                request=request.dispatched_number,
                 sources=request.route.sources[stage],
                 targets=tuple(targets),
                 params=request.params[stage],
@@ -298,16 +294,14 @@ class Dispatcher:
             elif source in request.resumption.stages:
                 continue  # its ``Start`` is yet to be posted, with this replica among the targets
             elif (source_address := request.replay_state.stages[source].address) is not None:
-                assert request.number is not None, "it is dispatched"
-                self.placement.replicas[source_address].post(Resend(request.number, address))
+                self.placement.replicas[source_address].post(Resend(request.dispatched_number, address))
         self.start_again(request)
 
     def drop(self, request: Request, stage: str) -> None:
         """Let a living stage drop a request, whose outputs were evicted there, so that it computes them again."""
-        assert request.number is not None, "it is dispatched"
         address = request.replay_state.placement[stage]
         request.replay_state.recomputed.add(stage)
-        self.placement.replicas[address].post(Abort(request.number))
+        self.placement.replicas[address].post(Abort(request.dispatched_number))
         self.lose(request, address)
 
     def lose(self, request: Request, address: Address) -> None:

@@ -209,9 +209,8 @@ class InputMover:
 
 
 def _encoded(request: Request, cursor: Cursor, due: tuple[Input, bool]) -> Sequence[memoryview]:
-    assert request.number is not None, "it is placed"
     piece, last = due
-    return encode_piece(piece, request=request.number, source=CLIENT, seq=cursor.sent, last=last)
+    return encode_piece(piece, request=request.dispatched_number, source=CLIENT, seq=cursor.sent, last=last)
 
 
 def _count(request: Request, address: Address, cursor: Cursor, size: int) -> None:

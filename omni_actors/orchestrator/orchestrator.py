@@ -243,14 +243,6 @@ class Orchestrator:
         """Return the number of requests placed on a replica."""
         return self._dispatcher.load(address)
 
-    def abort_named(self, name: str) -> Collection[messages.Address] | None:
-        """Abort the request of this name. Return the replicas that held it; None: no such request is in flight."""
-        if (request := self.open_requests.get(name)) is None:
-            return None
-        held_by = () if request.lifecycle.ended else tuple(request.replay_state.placement.values())
-        self.abort(request)
-        return held_by
-
     # Pausing
 
     @property
@@ -265,6 +257,16 @@ class Orchestrator:
         if not paused:
             self._suspects.advance()
             self._dispatcher.dispatch_waiting()
+
+    # The end of requests
+
+    def abort_named(self, name: str) -> Collection[messages.Address] | None:
+        """Abort the request of this name. Return the replicas that held it; None: no such request is in flight."""
+        if (request := self.open_requests.get(name)) is None:
+            return None
+        held_by = () if request.lifecycle.ended else tuple(request.replay_state.placement.values())
+        self.abort(request)
+        return held_by
 
     @trio.lowlevel.enable_ki_protection
     def abort(self, request: Request) -> None:
@@ -288,8 +290,6 @@ class Orchestrator:
             self._cut(request, errors.DeadlineExceeded(request.deadline_s))
         else:
             self._cut(request, self.readers.slow_consumer(request, "read_bytes_s"))
-
-    # The end of requests
 
     def _end(self, request: Request, event: Event, error: errors.RequestError | None) -> None:
         request.lifecycle.advance(event)

@@ -106,6 +106,18 @@ class Readers:
             self._cut(self._requests[account], self.slow_consumer(self._requests[account], "max_requests"))
         return account is not None
 
+    def slow_consumer(self, request: Request, limit: str) -> SlowConsumer:
+        """Return the error for a request whose reader exceeds this limit."""
+        account, now = request.account, trio.current_time()
+        rate = 0.0 if account.waiting_since is None else account.rate(now)
+        return SlowConsumer(
+            limit=limit,
+            bound=getattr(self._limits, limit),
+            unread_bytes=account.charged,
+            read_bytes_s=rate,
+            waited_s=account.waited_s(now),
+        )
+
     # Called by the reader.
 
     @trio.lowlevel.enable_ki_protection
@@ -136,7 +148,7 @@ class Readers:
         return piece
 
     @trio.lowlevel.enable_ki_protection
-    def send(self, request: Request, *, sending: bool) -> None:
+    def set_sending(self, request: Request, *, sending: bool) -> None:
         """Record that the reader begins or ends a wait for its connection."""
         request.account.sending = sending
         self._watch_rate(request)
@@ -182,15 +194,3 @@ class Readers:
     def _watch_rate(self, request: Request) -> None:
         if request.account in self._requests:
             self._deadlines.set(request, min(request.expires, self.unread.too_slow_at(request.account)))
-
-    def slow_consumer(self, request: Request, limit: str) -> SlowConsumer:
-        """Return the error for a request whose reader exceeds this limit."""
-        account, now = request.account, trio.current_time()
-        rate = 0.0 if account.waiting_since is None else account.rate(now)
-        return SlowConsumer(
-            limit=limit,
-            bound=getattr(self._limits, limit),
-            unread_bytes=account.charged,
-            read_bytes_s=rate,
-            waited_s=account.waited_s(now),
-        )

@@ -243,6 +243,12 @@ class Request:
         return fingerprint(self.route, self.input.fixed, self.params)
 
     @property
+    def dispatched_number(self) -> int:
+        """The number of a request that was dispatched."""
+        assert self.number is not None, "it was dispatched"
+        return self.number
+
+    @property
     def takes_input(self) -> bool:
         """Whether every stage that the input enters was sent all of it that has arrived, and none starts again."""
         phases = {self.replay_state.stages[stage].phase for stage in self.route.entries}

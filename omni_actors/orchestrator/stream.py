@@ -62,12 +62,12 @@ class OutputStream:
         if request.closed and request.error is not None:
             request.raise_error()
         with trio.CancelScope() as request.delivery:
-            self._readers.send(request, sending=True)
+            self._readers.set_sending(request, sending=True)
             try:
                 yield request.delivery
             finally:
                 request.delivery = None
-                self._readers.send(request, sending=False)
+                self._readers.set_sending(request, sending=False)
 
     @property
     def ready(self) -> bool:

@@ -166,7 +166,7 @@ class Retention:
     def __init__(self) -> None:
         self._by_request: dict[int, Retained] = {}
         self._held: dict[int, Retained] = {}
-        """Those of which outputs are retained."""
+        """The requests of which outputs are retained."""
         self._limit_bytes = self._bytes = 0
 
     @property
