@@ -30,7 +30,7 @@ import trio
 
 from omni_actors.errors import OmniError
 from omni_actors.protocol import messages
-from omni_actors.protocol.packets import IN_FLIGHT_RETRY_S, MAX_FDS, Encoded, Envelope, close_all, packets
+from omni_actors.protocol.packets import IN_FLIGHT_RETRY_S, Encoded, Envelope, close_all, packets, receive_packet
 
 T = TypeVar("T")
 
@@ -119,11 +119,9 @@ class Mailbox:
             yield message, ()  # the packet's first message had its descriptors
         while self.fault is None:
             try:
-                packet, fds, _, _ = socket.recv_fds(self._sock, messages.MAX_PACKET_BYTES, MAX_FDS)
+                packet, fds = receive_packet(self._sock)
             except BlockingIOError:
                 return
-            except ConnectionResetError:
-                continue  # as in ``_read``
             if not packet:
                 return
             owned = tuple(fds)
@@ -184,12 +182,10 @@ class Mailbox:
         async with self._in_send:
             while True:
                 try:
-                    packet, fds, _, _ = socket.recv_fds(self._sock, messages.MAX_PACKET_BYTES, MAX_FDS)
+                    packet, fds = receive_packet(self._sock)
                 except BlockingIOError:
                     await trio.lowlevel.wait_readable(self._sock)
                     continue
-                except ConnectionResetError:
-                    continue  # raised once if the peer left messages unread; what it sent itself is still to be read
                 if not packet:
                     return
                 owned = tuple(fds)

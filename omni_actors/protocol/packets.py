@@ -85,16 +85,26 @@ def receive(sock: socket.socket) -> tuple[list[messages.ControlMessage], Sequenc
 
     sock: a non-blocking socket. Raises PeerGone, msgspec.DecodeError.
     """
+    try:
+        packet, fds = receive_packet(sock)
+    except BlockingIOError:
+        return None
+    if not packet:
+        raise PeerGone
+    return messages.unpack(packet), fds
+
+
+def receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the next packet and its descriptors, which the caller owns. The packet is b"" if the peer is gone.
+
+    sock: a non-blocking socket. Raises BlockingIOError: no packet has arrived.
+    """
     while True:
         try:
             packet, fds, _, _ = socket.recv_fds(sock, messages.MAX_PACKET_BYTES, MAX_FDS)
-        except BlockingIOError:
-            return None
         except ConnectionResetError:
             continue  # raised once if the peer left messages unread; what it sent itself is still to be read
-        if not packet:
-            raise PeerGone
-        return messages.unpack(packet), fds
+        return packet, fds
 
 
 def wait(sock: socket.socket, event: int) -> None:
