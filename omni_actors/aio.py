@@ -35,7 +35,7 @@ from omni_actors.face import (
 )
 from omni_actors.outputs import Answer, AudioChunk, Output, Picture
 from omni_actors.prompts import Prompt
-from omni_actors.system import Health, OmniSystem
+from omni_actors.system import OmniSystem
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -110,21 +110,9 @@ class AsyncOmni(Face):
         """
         return AsyncAnswers(self, prompts, **arguments)
 
-    @signature_of(OmniSystem.check_health)
-    async def check_health(self) -> Health:
-        """Return ``health()``, or raise ``dead_error`` if the system is ``errored``."""
-        return await self._wait(OmniSystem.check_health)
-
-    @signature_of(OmniSystem.wait_ready)
-    async def wait_ready(self) -> None:
-        """Wait until every replica is ready, asleep or failed."""
-        await self._wait(OmniSystem.wait_ready)
-
-    @signature_of(OmniSystem.wait_changed)
-    async def wait_changed(self) -> None:
-        """Wait until the state or the note of any replica changes. Raises SystemClosed when the system closes."""
-        await self._wait(OmniSystem.wait_changed)
-
+    check_health = _waiting(OmniSystem.check_health)
+    wait_ready = _waiting(OmniSystem.wait_ready)
+    wait_changed = _waiting(OmniSystem.wait_changed)
     call = _waiting(OmniSystem.call)
     set_desired = _waiting(OmniSystem.set_desired)
     add_lora = _waiting(OmniSystem.add_lora)

@@ -25,7 +25,7 @@ from omni_actors.generations import Generations
 from omni_actors.iterators import for_trio
 from omni_actors.metrics import Metrics
 from omni_actors.outputs import Answer
-from omni_actors.system import Freed, Health, LiveState, OmniSystem, batch
+from omni_actors.system import Freed, Health, OmniSystem, batch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -127,29 +127,16 @@ class Face:
         """End requests now."""
         return FaceAbort(self, self.background.call(bind_call(OmniSystem.abort, *args, **kwargs)))
 
-    @signature_of(OmniSystem.abort_all)
-    def abort_all(self, *args: Any, **kwargs: Any) -> None:
-        """End every request now."""
-        self.background.call(lambda system: system.abort_all(*args, **kwargs))
-
+    abort_all = sync_method(OmniSystem.abort_all)
     drop_desired = sync_method(OmniSystem.drop_desired)
-
-    @signature_of(OmniSystem.make_room)
-    def make_room(self) -> bool:
-        """Make room for a request."""
-        return self.background.call(OmniSystem.make_room)
+    make_room = sync_method(OmniSystem.make_room)
+    live_state = sync_method(OmniSystem.live_state)
+    list_loras = sync_method(OmniSystem.list_loras)
 
     @signature_of(OmniSystem.health)
     def health(self) -> Health:
         """Return the state of the system."""
         return self.background.call(OmniSystem.health)
-
-    @signature_of(OmniSystem.live_state)
-    def live_state(self) -> LiveState:
-        """Return what happens in the system now."""
-        return self.background.call(OmniSystem.live_state)
-
-    list_loras = sync_method(OmniSystem.list_loras)
 
     @property
     def pipeline(self) -> Pipeline:

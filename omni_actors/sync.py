@@ -11,13 +11,14 @@ call that waits, and aborts its request.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial, update_wrapper
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -35,10 +36,11 @@ from omni_actors.face import (
 )
 from omni_actors.outputs import Answer, AudioChunk, Output, Picture
 from omni_actors.prompts import Prompt
-from omni_actors.system import Health, OmniSystem
+from omni_actors.system import OmniSystem
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R", bound=AsyncIterator[Output])
 
 
 def _waiting(original: Callable[Concatenate[OmniSystem, P], Awaitable[T]]) -> Callable[Concatenate[Omni, P], T]:
@@ -133,21 +135,9 @@ class Omni(Face):
         ):
             return sorted(shown.track(answers, total=len(asked)), key=lambda answer: answer.index)
 
-    @signature_of(OmniSystem.check_health)
-    def check_health(self) -> Health:
-        """Return ``health()``, or raise ``dead_error`` if the system is ``errored``."""
-        return self._wait(OmniSystem.check_health)
-
-    @signature_of(OmniSystem.wait_ready)
-    def wait_ready(self) -> None:
-        """Wait until every replica is ready, asleep or failed."""
-        self._wait(OmniSystem.wait_ready)
-
-    @signature_of(OmniSystem.wait_changed)
-    def wait_changed(self) -> None:
-        """Wait until the state or the note of any replica changes. Raises SystemClosed when the system closes."""
-        self._wait(OmniSystem.wait_changed)
-
+    check_health = _waiting(OmniSystem.check_health)
+    wait_ready = _waiting(OmniSystem.wait_ready)
+    wait_changed = _waiting(OmniSystem.wait_changed)
     call = _waiting(OmniSystem.call)
     set_desired = _waiting(OmniSystem.set_desired)
     add_lora = _waiting(OmniSystem.add_lora)
@@ -186,18 +176,37 @@ class Omni(Face):
             future.cancel()  # has an effect only if the wait was interrupted
 
 
-class Generation(FaceGeneration, Iterator[Output]):
-    """The answer to one request, as an iterator of ``Output``. See ``generation.Generation``.
+class _Reader(Iterator[Output], Generic[R]):
+    """What readers of one answer and of several have in common."""
 
-    Iteration raises the ``RequestError`` that ended the request. Dropping the object, for instance by leaving the loop
-    early, aborts the request. An interrupted read (Ctrl-C) aborts it too.
-    """
+    _face: Face
+    _inner: R
+
+    @abstractmethod
+    def abort(self) -> None: ...
 
     def __next__(self) -> Output:
         try:
             return self._read(self._inner.__anext__)
         except StopAsyncIteration:
             raise StopIteration from None
+
+    def _read(self, read: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return self._face.background.start(lambda _: read()).result()
+        except Exception:
+            raise
+        except BaseException:  # interrupted
+            self.abort()
+            raise
+
+
+class Generation(FaceGeneration, _Reader[generation.Generation]):
+    """The answer to one request, as an iterator of ``Output``. See ``generation.Generation``.
+
+    Iteration raises the ``RequestError`` that ended the request. Dropping the object, for instance by leaving the loop
+    early, aborts the request. An interrupted read (Ctrl-C) aborts it too.
+    """
 
     @signature_of(generation.Generation.collect)
     def collect(self) -> Answer:
@@ -229,36 +238,14 @@ class Generation(FaceGeneration, Iterator[Output]):
         """Read the rest of the answer and write its sound, as it arrives, or its first picture to a file."""
         return self._read(lambda: self._inner.save(path))
 
-    def _read(self, read: Callable[[], Awaitable[T]]) -> T:
-        return _read(self, self._face, read)
 
-
-def _read(reading: FaceGeneration | FaceGenerations, face: Face, read: Callable[[], Awaitable[T]]) -> T:
-    try:
-        return face.background.start(lambda _: read()).result()
-    except Exception:
-        raise
-    except BaseException:  # interrupted
-        reading.abort()
-        raise
-
-
-class Generations(FaceGenerations, Iterator[Output]):
+class Generations(FaceGenerations, _Reader[generations.Generations]):
     """The answers to a list of prompts, as an iterator of their outputs. See ``generations.Generations``."""
-
-    def __next__(self) -> Output:
-        try:
-            return self._read(self._inner.__anext__)
-        except StopAsyncIteration:
-            raise StopIteration from None
 
     @signature_of(generations.Generations.collect)
     def collect(self, **arguments: Any) -> list[Answer]:
         """Read the rest of every answer, and return them in the order of the prompts."""
         return self._read(partial(self._inner.collect, **arguments))
-
-    def _read(self, read: Callable[[], Awaitable[T]]) -> T:
-        return _read(self, self._face, read)
 
 
 class Answers(Iterator[Answer]):
