@@ -262,7 +262,7 @@ class _Agent:
     async def _forward(self, number: int, worker: Worker) -> None:
         """Send to the parent what a worker sends, until the worker ends or sends what cannot be read."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_at_death, worker, nursery.cancel_scope)
+            nursery.start_soon(worker.cancel_at_end, nursery.cancel_scope)
             async for message, fds in worker.mailbox.incoming:
                 self._forward_one(number, message, fds)
                 await self._connection.wait_room()
@@ -287,11 +287,6 @@ def _with_own_devices(environment: Mapping[str, str]) -> Mapping[str, str]:
     if (places := environment.get(VISIBLE)) is None:
         return environment
     return {**environment, VISIBLE: ",".join(at_places(places.split(","), os.environ.get(VISIBLE)))}
-
-
-async def _cancel_at_death(worker: Worker, scope: trio.CancelScope) -> None:
-    await worker.wait_ending()
-    scope.cancel()
 
 
 class _Log(logging.Handler):

@@ -99,6 +99,12 @@ class Worker(ABC):
         assert self._exit is not None
         return self._exit
 
+    @trio.lowlevel.enable_ki_protection
+    async def cancel_at_end(self, scope: trio.CancelScope) -> None:
+        """Cancel a scope when the worker sends no more. This is a task of its own, beside the one in the scope."""
+        await self.wait_ending()
+        scope.cancel()
+
     async def wait_dead(self) -> WorkerExit:
         """Wait until nothing of the worker is left. Any number of tasks may wait."""
         await self._dead.wait()

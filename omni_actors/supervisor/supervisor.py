@@ -299,7 +299,7 @@ class Supervisor:
             return
         async with trio.open_nursery() as nursery:
             reading = trio.CancelScope()
-            nursery.start_soon(self._cancel_at_death, worker, reading)
+            nursery.start_soon(worker.cancel_at_end, reading)
             if output is not None:
                 nursery.start_soon(client_output.deliver, replica, output, self._listener)
             with reading:
@@ -329,11 +329,6 @@ class Supervisor:
         incarnation.reason = reason  # a torn message or chunk of a dead worker is not why it died
         self._edges.close_input(replica.address)  # what waits for room in it goes to the successor now
         self._deaths.report(replica, exit)
-
-    @trio.lowlevel.enable_ki_protection
-    async def _cancel_at_death(self, worker: Worker, scope: trio.CancelScope) -> None:
-        await worker.wait_ending()
-        scope.cancel()
 
     def _handle(self, replica: Replica, message: messages.ControlMessage, fds: tuple[int, ...]) -> None:
         incarnation = replica.incarnation

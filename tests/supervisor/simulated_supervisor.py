@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 import trio
 import trio.testing
@@ -38,19 +38,17 @@ POLICY = Restart(intensity=3, period_s=60.0, backoff_s=1.0, backoff_max_s=8.0)
 FINISHED = Finished(7, StageStats(stage="mind", started=0.0, finished=0.0, step_s=0.0, chunks=0, sent_bytes={}))
 
 
-class SimulatedWorker:
+class SimulatedWorker(Worker):
     """Loads for ``load_s``, answers pings after ``turn_s``, and stops at ``Stop``; while ``wedged`` it does nothing."""
 
     def __init__(self, address: Address, pid: int, log: Callable[[str, Address], None], nursery: trio.Nursery) -> None:
-        self.address, self.pid, self._log, self._nursery = address, pid, log, nursery
+        super().__init__(pid, self)
+        self.address, self._log, self._nursery = address, log, nursery
         self._messages, self.incoming = trio.open_memory_channel[Envelope](math.inf)
-        self.mailbox = self
-        self.fault = self.node = self.devices = None
+        self.fault = None
         self.load_s, self.turn_s, self.wedged = 0.0, 0.0, False
         self.behind: bool | None = None
         """Whether it was told to load behind another worker of its stage."""
-        self._exit: WorkerExit | None = None
-        self._dead = trio.Event()
 
     @property
     def alive(self) -> bool:
@@ -83,20 +81,13 @@ class SimulatedWorker:
     def die(self, signal: str | None = None, exit_code: int | None = None) -> None:
         self._exit = WorkerExit(self.pid, signal, exit_code)
         self._messages.close()
+        self._ending.set()
         self._dead.set()
 
     def unread(self) -> Iterator[Envelope]:
         with suppress(trio.WouldBlock, trio.EndOfChannel):
             while True:
                 yield self.incoming.receive_nowait()
-
-    async def wait_ending(self) -> WorkerExit:
-        return await self.wait_dead()
-
-    async def wait_dead(self) -> WorkerExit:
-        await self._dead.wait()
-        assert self._exit is not None
-        return self._exit
 
 
 class SimulatedSystem:
@@ -174,7 +165,7 @@ class SimulatedSystem:
             worker = self.living[address] = SimulatedWorker(address, next(self._pids), self._note, nursery)
             self.prepare(worker)
             try:
-                yield cast(Worker, worker)
+                yield worker
             finally:
                 assert not worker.alive, "its block is left while it is alive"
                 del self.living[address]
