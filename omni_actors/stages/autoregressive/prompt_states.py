@@ -33,7 +33,7 @@ from torch import Tensor
 
 from omni_actors.stages.autoregressive.cache import KeyValues
 from omni_actors.stages.autoregressive.prefixes import Block
-from omni_actors.stages.base import Chunk, InvalidRequest, TemporarilyRefused
+from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageRequest, TemporarilyRefused
 from omni_actors.stages.bounds import Positive
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.tensors import to_torch, to_wire
@@ -101,6 +101,19 @@ def block_tensors(states: KeyValues, layers: int) -> Iterator[dict[str, WireTens
             "keys": to_wire(torch.stack(keys), deferred=True),
             "values": to_wire(torch.stack(values), deferred=True),
         }
+
+
+def require_consumer(request: StageRequest) -> None:
+    """Refuse a request of a stage that prefills, if no stage decodes. Raises InvalidRequest."""
+    if not request.downstream:
+        raise InvalidRequest("the stage computes prompts for a stage that decodes, and none takes part")
+
+
+def require_one_source(request: StageRequest) -> None:
+    """Refuse a request of a stage that decodes, unless one stage sends it the prompt. Raises InvalidRequest."""
+    if len(request.sources) != 1 or CLIENT in request.sources:
+        found = ", ".join(request.sources)
+        raise InvalidRequest(f"a stage that decodes has one source, a stage that prefills; found {found}")
 
 
 class ReceivedPrompt:

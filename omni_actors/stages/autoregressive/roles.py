@@ -36,6 +36,8 @@ from omni_actors.stages.autoregressive.prompt_states import (
     StatesShape,
     block_tensors,
     header_of,
+    require_consumer,
+    require_one_source,
 )
 from omni_actors.stages.autoregressive.structure import Structure
 from omni_actors.stages.refusal import request_work
@@ -65,8 +67,7 @@ class Prefilling(LanguageEngine[R]):
     # LanguageEngine
 
     def start(self, request: base.StageRequest) -> None:
-        if not request.downstream:
-            raise base.InvalidRequest("the stage computes prompts for a stage that decodes, and none takes part")
+        require_consumer(request)
         super().start(request)
 
     def _new_request(self, request: base.StageRequest) -> R:
@@ -120,9 +121,7 @@ class Decoding(LanguageEngine[R]):
     # LanguageEngine
 
     def start(self, request: base.StageRequest) -> None:
-        if len(request.sources) != 1 or base.CLIENT in request.sources:
-            found = ", ".join(request.sources)
-            raise base.InvalidRequest(f"a stage that decodes has one source, a stage that prefills; found {found}")
+        require_one_source(request)
         super().start(request)
 
     def _new_request(self, request: base.StageRequest) -> R:

@@ -27,7 +27,7 @@ from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 
 from omni_actors.stages import base
-from omni_actors.stages.autoregressive.prompt_states import PromptHeader
+from omni_actors.stages.autoregressive.prompt_states import PromptHeader, require_consumer, require_one_source
 from omni_actors.stages.llm.prompt import Prompt
 from omni_actors.stages.refusal import validated
 from omni_actors.stages.vllm.connector import SavedBlock, transfer_config
@@ -89,8 +89,7 @@ class PrefillingEngine(_SplitEngine):
     ROLE = "prefill"
 
     def start(self, request: base.StageRequest) -> None:
-        if not request.downstream:
-            raise base.InvalidRequest("the stage computes prompts for a stage that decodes, and none takes part")
+        require_consumer(request)
         super().start(request)
 
     def _new_request(self, request: base.StageRequest) -> PrefillRequest:
@@ -153,9 +152,7 @@ class DecodingEngine(_SplitEngine):
         self._loaded = self._recomputed = 0
 
     def start(self, request: base.StageRequest) -> None:
-        if len(request.sources) != 1 or base.CLIENT in request.sources:
-            found = ", ".join(request.sources)
-            raise base.InvalidRequest(f"a stage that decodes has one source, a stage that prefills; found {found}")
+        require_one_source(request)
         super().start(request)
 
     def _new_request(self, request: base.StageRequest) -> DecodeRequest:
