@@ -146,7 +146,7 @@ class _Agent:
                     nursery.start_soon(self._write)
                     nursery.start_soon(self._renew)
                     nursery.start_soon(self._report, log)
-                    await self._obey(nursery)
+                    await self._serve_orders(nursery)
         finally:
             log.close()
             close_all(list(self._checkpoints.values()))
@@ -174,18 +174,18 @@ class _Agent:
             log.tell_dropped()
             await trio.sleep(REPORT_S)
 
-    async def _obey(self, nursery: trio.Nursery) -> None:
+    async def _serve_orders(self, nursery: trio.Nursery) -> None:
         """Do what the parent says until the connection ends."""
         try:
             while True:
-                await self._do(await self._connection.receive(), nursery)
+                await self._handle(await self._connection.receive(), nursery)
         except ConnectionLost:
             pass  # the parent has ended, has given this agent up, or cannot be reached
         except control.ControlCorrupted as error:
             print(f"the agent ends: {error}", file=sys.stderr, flush=True)
         self._ended.cancel()
 
-    async def _do(self, order: control.ToAgent, nursery: trio.Nursery) -> None:
+    async def _handle(self, order: control.ToAgent, nursery: trio.Nursery) -> None:
         match order:
             case control.Granted(asked_at):
                 if self._lease.granted(asked_at):

@@ -48,7 +48,7 @@ class SendingLink(Link):
         return self._consumer.fileno()
 
     def step(self) -> bool:
-        if self.readable and self._hear():
+        if self.readable and self._read_from_receiver():
             return False
         moved = 0
         while self.writable and moved < TURN_BYTES:
@@ -131,7 +131,7 @@ class SendingLink(Link):
             self._release(buffer)
         self._buffers.clear()
 
-    def _hear(self) -> bool:
+    def _read_from_receiver(self) -> bool:
         """Read what the receiving end sends. Returns whether the link has ended."""
         while self.readable and (count := self._receive([self._ear])) is not None:
             if not count:

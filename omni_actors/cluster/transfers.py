@@ -333,7 +333,7 @@ class Transfers:
     def _on_socket(self, _: int) -> None:
         try:
             while packet := self._socket.recv(MOST_PACKET):
-                self._hear(self._decoder.decode(packet))
+                self._take_news(self._decoder.decode(packet))
         except BlockingIOError:
             self._send()
             return
@@ -342,7 +342,7 @@ class Transfers:
         self._kill()
         self.give_up(_how_ended(self._process.returncode))
 
-    def _hear(self, news: News) -> None:
+    def _take_news(self, news: News) -> None:
         match news:
             case Loaded(number):
                 if (source := self._sources.get(number)) is not None:
