@@ -38,9 +38,9 @@ async def test_a_worker_whose_node_is_lost_while_it_is_started_is_started_on_ano
             async with OmniSystem.open(long_answers(), spawner=cluster) as omni:
                 [replica] = omni.health().stages["first"]
                 assert (replica.node, replica.generation) == ("b", 2)
-                assert [death.reason for death in replica.history] == [
-                    f"NodeLost: a: it asked for no renewal of its lease for {SILENT_LEASE_S:g} s"
-                ]
+                [death] = replica.history
+                # Noticed is its silence, or that the kernel has ended it, because its lease is over by then, too.
+                assert (death.reason or "").startswith("NodeLost: a: ")
                 check_exact(generation := ask_long(omni), await read(generation))
 
 
