@@ -29,12 +29,13 @@ MARGINS = {
     ("float32", "talker"): 3e-2,
     ("float32", "predictor"): 3e-2,
     # A resumed incarnation's logits deviate by up to 2.1e-2 of the largest in a thinker, 0.13 in a talker and 2.7e-2 in
-    # a predictor, by the rounding of other shapes (``rounding``). A lag is at most the deviation.
+    # a predictor, by the rounding of other shapes (``rounding``). A lag is at most the deviation. On a CPU with AMX,
+    # behind a thinker on vLLM, one decision of a talker lagged by 0.19. The mean of that answer's lags was 2.6e-3.
     ("bfloat16", "thinker"): 4e-2,
-    ("bfloat16", "talker"): 0.2,
+    ("bfloat16", "talker"): 0.3,
     ("bfloat16", "predictor"): 5e-2,
 }
-"""The largest lag of a decision. Decisions of another answer lag by 0.3 on average."""
+"""The largest lag of a decision. Decisions of another answer lag by 0.3 on average, which ``OF_MEAN`` tells apart."""
 OF_MEAN = 0.2
 """The largest mean of an answer's lags, as a part of its margin: most decisions are clear."""
 
