@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import InvalidAdapter, InvalidRequest, TooManyCalls, Unsupported
+from omni_actors.errors import InvalidAdapter, InvalidRequest, TooManyCalls, Unsupported, WorkerLost
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Desired
@@ -113,6 +113,14 @@ async def test_a_request_that_uses_no_stage_with_the_adapter_is_refused(tmp_path
         with pytest.raises(Unsupported, match="'a' is of second"):
             ask(omni, "a")
         assert await ask(omni, "a", modalities=("audio",)).text() == "x" + mark("a", tmp_path)
+
+
+async def test_a_stage_without_replicas_gets_no_adapter(tmp_path: Path) -> None:
+    with trio.fail_after(WATCHDOG_S):
+        async with OmniSystem.open(PIPELINE, overrides={"stages.second.replicas": 0}) as omni:
+            with pytest.raises(WorkerLost, match=r"second.* has no replicas"):
+                await omni.add_lora("a", saved(tmp_path / "a", "1"))
+            assert omni.list_loras() == []
 
 
 async def test_a_pipeline_without_adapters_says_so(tmp_path: Path) -> None:

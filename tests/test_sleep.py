@@ -14,7 +14,16 @@ import pytest
 import trio
 
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import Aborted, InvalidRequest, StageAsleep, StageFailed, SystemClosed, Unsupported, WorkerLost
+from omni_actors.errors import (
+    Aborted,
+    CallTimedOut,
+    InvalidRequest,
+    StageAsleep,
+    StageFailed,
+    SystemClosed,
+    Unsupported,
+    WorkerLost,
+)
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
@@ -23,6 +32,7 @@ from omni_actors.supervisor.supervisor import Supervisor
 from omni_actors.sync import Omni
 from omni_actors.system import OmniSystem
 from tests.support.controllable_engine import FACTORY, SLEEPING_BYTES, SLEEPING_FACTORY
+from tests.support.frozen import freeze
 
 WATCHDOG_S = 60.0
 PIPELINE = Pipeline(
@@ -120,6 +130,18 @@ async def test_level_1_lasts_through_the_death_of_the_worker() -> None:
         status = (await omni.call("worker_status", stages=["second"]))["second"][0].result()
         assert status["rss_bytes"] < memory["before"]["rss_bytes"] - SLEEPING_BYTES // 2
         assert (await omni.wake_up())["second"][0].result() is True
+        assert await answered(omni) == {"text", "audio"}
+
+
+async def test_a_stage_is_woken_again_if_its_worker_did_not_answer_in_time() -> None:
+    async with opened() as omni:
+        await omni.sleep(1, stages=["second"])
+        pid = omni.health().stages["second"][0].pid or 0
+        freeze(pid)
+        (reply,) = (await omni.wake_up(timeout_s=0.2))["second"]
+        assert isinstance(reply.error, CallTimedOut)
+        os.kill(pid, signal.SIGCONT)
+        assert (await omni.wake_up(["weights"]))["second"][0].result() is True, "the workers had not ended"
         assert await answered(omni) == {"text", "audio"}
 
 

@@ -25,6 +25,7 @@ from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
 from omni_actors.supervisor import devices
 from omni_actors.supervisor.calls import MAX_CALLS
+from omni_actors.supervisor.replica import Replica
 from omni_actors.system import OmniSystem
 from omni_actors.system.calls import Replies
 from omni_actors.system.kept_updates import MOST_TENSORS
@@ -455,6 +456,46 @@ async def test_an_update_ends_when_a_replica_that_had_no_worker_has_loaded_with_
         assert [type(reply.error) for reply in replies] == [WorkerLost]
         assert generations(omni) == [2]
         assert await versions(omni) == {"1"}
+
+
+async def test_an_update_does_not_wait_for_a_replica_that_no_node_has_room_for(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_room(_: object, replica: Replica, changes: trio.lowlevel.ParkingLot) -> None:
+        replica.incarnation.no_place = "no node has room"
+        changes.unpark_all()
+        await trio.sleep_forever()
+
+    async with opened() as omni:
+        monkeypatch.setattr(devices, "wait_place", no_room)
+        replica = omni._supervisor.replicas[Address("able", 1)]
+        replica.kill("by the test")
+        await until(lambda: replica.incarnation.no_place is not None)
+        assert [type(error) for error in await update(omni, file, "1")] == [type(None), WorkerLost]
+        assert await omni.get_weight_version() == {"able": "1"}
+        assert await versions(omni) == {"1"}
+
+
+async def test_new_weights_are_kept_if_a_worker_ends_with_its_link_while_it_loads_them(file: Path) -> None:
+    async with opened() as omni:
+        replica = omni._supervisor.replicas[Address("able", 0)]
+        freeze(omni.health().stages["able"][0].pid or 0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(update, omni, file, "2")
+            await until(lambda: replica.incarnation.calls.remaining_s() > 0)
+            replica.kill("NodeLost: by the test")
+            await until(lambda: replica.generation == 2 and replica.incarnation.worker is not None)
+            replica.kill("LinkLost: by the test")
+        assert [death.exit.was_cut_off for death in replica.history] == [True, True]
+        assert await omni.get_weight_version() == {"able": "2"}
+        assert await versions(omni) == {"2"}
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\0"])
+async def test_a_path_with_a_nul_is_refused(path: str) -> None:
+    async with opened() as omni:
+        with pytest.raises(InvalidRequest, match="path: "):
+            await omni.update_weights(path, stages=STAGES)
 
 
 @pytest.mark.parametrize("version", ["2", "poison"])

@@ -39,7 +39,7 @@ from omni_actors.cluster import control
 from omni_actors.cluster.agent_rings import AgentRings
 from omni_actors.cluster.backlog import BacklogReports
 from omni_actors.cluster.channel import Tls
-from omni_actors.cluster.connection import Connection, ConnectionLost
+from omni_actors.cluster.connection import ROOM, Connection, ConnectionLost
 from omni_actors.cluster.joining import JOIN_S, AgentFailed, join
 from omni_actors.cluster.lease import RENEWALS, HeldLease
 from omni_actors.cluster.pump import Pump
@@ -55,8 +55,9 @@ from ringbuf import RingStatistics
 
 REPORT_S: Final = 0.5
 """How often the counters of rings are reported while they change."""
-LOG_LINES: Final = 1000
-"""When this many messages wait to be sent, the workers' log lines are dropped, and counted, until half as many wait."""
+LOG_BYTES: Final = ROOM // 2
+"""When so much waits to be sent, the workers' log lines are dropped, and counted, until half as much waits. It is less
+than ``ROOM``, so that a worker that logs much keeps no other worker's messages waiting."""
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,20 +305,17 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.tell_dropped()
-        if self._dropped or self._waiting() >= LOG_LINES:
+        if self._dropped or self._connection.waiting_bytes >= LOG_BYTES:
             self._dropped[record.name] += 1
         else:
             self._connection.post(control.LogLine(record.name, record.getMessage()))
 
     def tell_dropped(self) -> None:
         """Tell the parent how many lines of each worker were dropped, once there is room again."""
-        if self._dropped and self._waiting() <= LOG_LINES // 2:
+        if self._dropped and self._connection.waiting_bytes <= LOG_BYTES // 2:
             for logger, count in self._dropped.items():
                 self._connection.post(control.LogLine(logger, f"[lines dropped here, too many at once: {count}]"))
             self._dropped.clear()
-
-    def _waiting(self) -> int:
-        return self._connection.posted - self._connection.sent
 
     def close(self) -> None:
         self._logger.removeHandler(self)

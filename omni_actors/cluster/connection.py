@@ -97,13 +97,15 @@ class Connection(Generic[M]):
         self._waiting, self._is_full = 0, False
         """Bytes that wait to be sent, and whether a message was left out because they were too many."""
         self._posted, self._room = trio.Event(), trio.lowlevel.ParkingLot()
-        self.posted = self.sent = 0
-        """How many messages were posted, and how many of them the kernel has taken."""
+
+    @property
+    def waiting_bytes(self) -> int:
+        """How many bytes of messages were posted that the kernel has not taken."""
+        return self._waiting
 
     def post(self, message: FromAgent | ToAgent) -> None:
         """Send a message, in order. Raises ValueError (too large). It is dropped if the connection is lost."""
         encoded = encode(message)
-        self.posted += 1
         self._is_full = self._is_full or self._waiting + len(encoded) > MOST_WAITING
         if not self._is_full:
             self._queue.append(encoded)
@@ -131,7 +133,6 @@ class Connection(Generic[M]):
                 batch = self._take_batch()
                 await self._send(batch)
                 self._waiting -= sum(map(len, batch))
-                self.sent += len(batch)
                 self._room.unpark_all()
 
     async def _send(self, batch: list[bytes]) -> None:

@@ -107,7 +107,7 @@ def files_at(path: Path) -> dict[str, tuple[int, int]]:
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     try:
         statuses = {str(file): file.stat() for file in found}
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise InvalidRequest(f"path: {error}", param="path") from error
     if not statuses:
         raise InvalidRequest(f"path: {path} has no *.safetensors files", param="path")

@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.errors import InvalidAdapter, InvalidRequest, OmniError, Unsupported
+from omni_actors.errors import InvalidAdapter, InvalidRequest, OmniError, Unsupported, WorkerLost
 from omni_actors.stages.adapters import files
 from omni_actors.stages.adapters.options import KEEP, LOAD, Adapter
 from omni_actors.supervisor.calls import Reply
@@ -112,7 +112,7 @@ class LoraControl(Control):
             InvalidAdapter: The adapter cannot be read, or fits no model.
             InvalidRequest: Another argument is wrong.
             Unsupported: A stage serves no adapters.
-            CallError: No worker of a stage has loaded it in time.
+            CallError: No worker of a stage has loaded it in time, or the stage has no replicas.
         """
         directory = _absolute(directory)
         if not _is_name(name) or name == self.pipeline.name:
@@ -229,6 +229,8 @@ def _kept(loras: Mapping[str, LoraInfo], stage: str) -> dict[str, Any]:
 
 def _error(stage: str, directory: str, replies: Collection[Reply]) -> OmniError | None:
     """Return why a stage cannot have an adapter: an engine refuses it, or no worker has loaded it in time."""
+    if not replies:
+        return WorkerLost(stage, None, LOAD, None)
     errors = [reply.error for reply in replies if reply.error is not None]
     for error in errors:
         if isinstance(error, Unsupported):

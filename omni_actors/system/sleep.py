@@ -138,8 +138,9 @@ class SleepControl(ScaleControl):
         if isinstance(tags, str):
             raise InvalidRequest(f"tags: expected names such as ({tags!r},), found {tags!r}", param="tags")
         asleep = [stage for stage in self._stages(stages) if stage in self._orchestrator.closures.asleep]
-        level_1 = [stage for stage in asleep if self._supervisor.desired.get(stage, "sleep") is not None]
-        level_2 = [stage for stage in asleep if stage not in level_1]
+        without_workers = {each.address.stage for each in self._supervisor.replicas.values() if each.asleep}
+        level_1 = [stage for stage in asleep if stage not in without_workers]
+        level_2 = [stage for stage in asleep if stage in without_workers]
         if tags is not None and level_2:
             why = "sleeps at level 2, so it can only be woken as a whole; leave tags out"
             raise InvalidRequest(f"tags: stage {level_2[0]!r} {why}", param="tags")

@@ -271,18 +271,19 @@ class WeightControl(Control):
         """Wait until each replica has a ready worker again, or is removed; return whether one died first, or failed.
 
         part: the new weights. lost: the replicas, with the generation whose worker had not answered: it died, or was
-        not started yet. Only a worker that loads with the weights shows whether they are the cause.
+        not started yet. Only a worker that loads with the weights shows whether they are the cause, and the loss of its
+        node or link does not. A replica that no node has room for is not waited for.
         """
         with trio.move_on_after(timeout_s):
             for address, first in lost.items():
                 while self._running and (replica := self._supervisor.replicas.get(address)) is not None:
                     if replica.accepts_work and (replica.generation > first or part in replica.incarnation.parts):
                         break
-                    if replica.state is ReplicaState.FAILED or any(
-                        death.generation > first for death in replica.history
-                    ):
+                    died = any(each.generation > first and not each.exit.was_cut_off for each in replica.history)
+                    if died or replica.state is ReplicaState.FAILED:
                         return True
-                    if replica.state is ReplicaState.ASLEEP or replica.leaving:
+                    no_place = replica.incarnation.no_place is not None
+                    if no_place or replica.leaving or replica.state is ReplicaState.ASLEEP:
                         break
                     await self._supervisor.changes.park()
         return False

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from omni_actors.cluster import agent, control
+from omni_actors.cluster.connection import ROOM
+
+LINE = "." * (ROOM // 20)
 
 
 class Connection:
@@ -15,40 +19,59 @@ class Connection:
 
     def __init__(self) -> None:
         self.messages: list[control.LogLine] = []
-        self.sent = 0
-
-    @property
-    def posted(self) -> int:
-        return len(self.messages)
+        self.waiting_bytes = self._sent = 0
 
     def post(self, message: control.LogLine) -> None:
         self.messages.append(message)
+        self.waiting_bytes += len(control.encode(message))
+
+    def send(self, count: int) -> None:
+        sent, self._sent = self._sent, min(self._sent + count, len(self.messages))
+        self.waiting_bytes -= sum(len(control.encode(message)) for message in self.messages[sent : self._sent])
+
+    @property
+    def texts(self) -> list[str]:
+        return [message.text.lstrip(".") for message in self.messages]
 
 
-def test_dropped_lines_are_counted_and_told_once_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "LOG_LINES", 8)
-    connection: Any = Connection()
+@pytest.fixture
+def connection() -> Connection:
+    return Connection()
+
+
+@pytest.fixture
+def log(connection: Any) -> Iterator[agent._Log]:
     log = agent._Log(connection)
-    first, second = (logging.getLogger(f"omni_actors.worker.{name}") for name in ("first", "second"))
-    try:
-        for number in range(10):
-            first.info("%d", number)
-        second.info("0")
-        connection.sent = 3
-        first.info("10")  # still dropped: a few free places would be filled at once
-        log.tell_dropped()
-        assert [line.text for line in connection.messages] == list("01234567")
-        connection.sent = 4
-        first.info("11")
-        assert [(line.logger, line.text) for line in connection.messages[8:]] == [
-            (first.name, "[lines dropped here, too many at once: 3]"),
-            (second.name, "[lines dropped here, too many at once: 1]"),
-            (first.name, "11"),
-        ]
-        for number in range(12, 20):
-            second.info("%d", number)
-        connection.sent = connection.posted
-        log.tell_dropped()
-        assert connection.messages[-1].text == "[lines dropped here, too many at once: 7]"
-    finally:
-        log.close()
+    yield log
+    log.close()
+
+
+FIRST, SECOND = (logging.getLogger(f"omni_actors.worker.{name}") for name in ("first", "second"))
+
+
+def test_dropped_lines_are_counted_and_told_once_there_is_room(connection: Connection, log: agent._Log) -> None:
+    """Ten lines take half of ``ROOM``."""
+    for number in range(12):
+        FIRST.info("%s%d", LINE, number)
+    SECOND.info("0")
+    connection.send(3)
+    FIRST.info("12")  # still dropped: a few free places would be filled at once
+    log.tell_dropped()
+    assert connection.texts == [*"0123456789"]
+    connection.send(3)
+    FIRST.info("13")
+    assert [(line.logger, line.text) for line in connection.messages[10:]] == [
+        (FIRST.name, "[lines dropped here, too many at once: 3]"),
+        (SECOND.name, "[lines dropped here, too many at once: 1]"),
+        (FIRST.name, "13"),
+    ]
+
+
+@pytest.mark.parametrize("size", [100, 4096, 12_000])
+def test_a_flood_of_lines_leaves_room_for_other_messages(connection: Connection, log: agent._Log, size: int) -> None:
+    """So no other worker of the node waits until it is over (``Connection.wait_room``)."""
+    for _ in range(20):
+        for _ in range(ROOM // size // 10):
+            FIRST.info("%s", "." * size)
+        assert connection.waiting_bytes < ROOM
+        connection.send(20)
