@@ -86,9 +86,9 @@ class WorkerDied(WorkerEnd, frozen=True, kw_only=True):
     requests: int
 
     def __str__(self) -> str:
-        exit = WorkerExit(self.pid, self.signal, self.exit_code, reason=self.reason, node=self.node)
         if self.pid is None:
             return f"{self.worker} could not be started: {self.reason}"
+        exit = WorkerExit(self.pid, self.signal, self.exit_code, reason=self.reason, node=self.node)
         return f"{self.worker} died: {exit}; it held {_requests(self.requests)}"
 
 

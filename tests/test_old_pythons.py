@@ -14,6 +14,8 @@ from tests.support.readme import ROOT
 
 LACKING = """
 import fcntl, os, signal
+with open(os.path.join(os.path.dirname(__file__), "processes"), "a") as file:
+    print(os.getpid(), file=file)
 for module, names in {
     os: ("memfd_create", "pidfd_open", "MFD_"),
     signal: ("pidfd_send_signal",),
@@ -32,6 +34,7 @@ assert not hasattr(os, "memfd_create") and not hasattr(os, "pidfd_open")
 
 async def main():
     async with OmniSystem.open("echo", overrides={"stages.first.standby": 1}) as omni:
+        print(*(replica.pid for replicas in omni.health().stages.values() for replica in replicas))
         print(await omni.generate("before").text())
         os.kill(omni.health().stages["first"][0].pid, signal.SIGKILL)
         print(await omni.generate("behind a death").text())
@@ -50,7 +53,9 @@ def run(tmp_path: Path, *arguments: str) -> str:
 
 
 def test_it_serves_and_survives_a_death(tmp_path: Path) -> None:
-    assert run(tmp_path, "-c", SERVES) == "before\nbehind a death\n"
+    workers, *answers = run(tmp_path, "-c", SERVES).splitlines()
+    assert answers == ["before", "behind a death"]
+    assert set(workers.split()) < set((tmp_path / "processes").read_text().split())
 
 
 def test_the_doctor_finds_nothing_missing_in_its_kernel(tmp_path: Path) -> None:

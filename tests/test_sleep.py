@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import AsyncIterator, Iterable
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import trio
+import trio.testing
 
 from omni_actors.config import Pipeline, Stage
 from omni_actors.errors import (
@@ -224,6 +226,29 @@ async def test_a_stage_that_is_woken_before_its_requests_ended_stays_awake() -> 
         assert {output.modality async for output in waited_for} == {"text", "audio"}
         assert omni.health().stages["second"][0].state == "ready"
         assert await answered(omni) == {"text", "audio"}
+
+
+async def test_a_stage_whose_engine_cannot_sleep_is_woken_before_its_worker_ends() -> None:
+    """While a sleep waits for its requests, and after one that was cancelled."""
+    async with opened() as omni, trio.open_nursery() as nursery:
+        await omni.pause_generation("keep")
+        waited_for = ask(omni, "text")
+        nursery.start_soon(functools.partial(omni.sleep, 2, stages=["first"], mode="wait"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert await omni.is_sleeping()
+        assert await omni.wake_up() == {}
+        await omni.resume_generation()
+        assert {output.modality async for output in waited_for} == {"text"}
+        assert await answered(omni, "text") == {"text"}
+        await omni.pause_generation("keep")
+        running = ask(omni, "text")
+        with trio.move_on_after(0):
+            await omni.sleep(2, stages=["first"], mode="wait")
+        assert await omni.is_sleeping()
+        assert await omni.wake_up() == {}
+        await omni.resume_generation()
+        assert {output.modality async for output in running} == {"text"}
+        assert await answered(omni, "text") == {"text"}
 
 
 async def test_a_stage_that_is_woken_while_its_worker_ends_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ class RemoteMailbox:
                 await self._put((message, fds))
                 fds = ()
         except trio.TooSlowError:
-            self.fail(f"it does not read its control messages: {self._capacity} wait, which is the limit")
+            self.fail(f"its control messages are not read: {self._capacity} wait, which is the limit")
         except trio.ClosedResourceError:
             pass  # ``fail``, while it waited
         finally:

@@ -8,8 +8,8 @@ Rules
    has no window, since its reader frees nothing before the end. A caller of the library has none either: it may read
    several answers in any order, at any rate.
 3. Pressure: it begins at half of ``unread_bytes`` in total and lasts until a quarter. During pressure, each stream and
-   each whole answer with more than ``SMALL_BYTES`` is paused, except the unfinished one that was the first to have as
-   much. So whole answers complete one after the other and never wait for each other's memory.
+   each whole answer with more than ``SMALL_BYTES`` is paused, except the unfinished whole answer that was the first to
+   exceed them. So whole answers complete one after the other and never wait for each other's memory.
 4. A request waits for its reader while it is paused (unless it is a whole answer), and while it has ended and is
    unread. The reader's rate is measured from the beginning of that wait. A connection that reads less than
    ``read_bytes_s`` on average, after ``RATE_GRACE_S``, is too slow. The undelivered piece of a stream counts as read;

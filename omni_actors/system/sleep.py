@@ -33,6 +33,8 @@ class SleepControl(ScaleControl):
     def __init__(self) -> None:
         super().__init__()
         self._sleep_lock = trio.Lock()
+        self._engines_asleep: set[str] = set()
+        """The stages whose engines were put to sleep (level 1), and are not all awake again."""
 
     async def sleep(
         self,
@@ -85,6 +87,7 @@ class SleepControl(ScaleControl):
                 replies = await self._sleep_engines(asleep, before, timeout_s)
             else:
                 self.drop_desired("sleep", stages=asleep)  # of an earlier sleep at level 1
+                self._engines_asleep.difference_update(asleep)
                 await self._supervisor.stop_stages(asleep)
                 replies = {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in asleep}
         return {stage: replies.get(stage, [_memory(each, each) for each in before[stage]]) for stage in chosen}
@@ -92,11 +95,13 @@ class SleepControl(ScaleControl):
     async def _sleep_engines(self, chosen: Collection[str], before: Replies, timeout_s: float) -> Replies:
         """Move the weights of the stages (level 1). before: their workers' status, for the replies."""
         replies = {}
+        self._engines_asleep.update(chosen)
         slept = await self.set_desired("sleep", {"level": 1}, stages=chosen, timeout_s=timeout_s)
         after = await self.call("worker_status", stages=chosen, timeout_s=timeout_s)
         for stage in chosen:
             if any(isinstance(reply.error, InvalidRequest) for reply in slept[stage]):
                 self._orchestrator.closures.asleep.discard(stage)
+                self._engines_asleep.discard(stage)
             pairs = zip(slept[stage], before[stage], after[stage], strict=True)
             replies[stage] = [call if call.error else _memory(first, last) for call, first, last in pairs]
         return replies
@@ -138,9 +143,8 @@ class SleepControl(ScaleControl):
         if isinstance(tags, str):
             raise InvalidRequest(f"tags: expected names such as ({tags!r},), found {tags!r}", param="tags")
         asleep = [stage for stage in self._stages(stages) if stage in self._orchestrator.closures.asleep]
-        without_workers = {each.address.stage for each in self._supervisor.replicas.values() if each.asleep}
-        level_1 = [stage for stage in asleep if stage not in without_workers]
-        level_2 = [stage for stage in asleep if stage in without_workers]
+        level_1 = [stage for stage in asleep if stage in self._engines_asleep]
+        level_2 = [stage for stage in asleep if stage not in self._engines_asleep]
         if tags is not None and level_2:
             why = "sleeps at level 2, so it can only be woken as a whole; leave tags out"
             raise InvalidRequest(f"tags: stage {level_2[0]!r} {why}", param="tags")
@@ -155,6 +159,7 @@ class SleepControl(ScaleControl):
         woken = [stage for stage in level_1 if all(_is_awake(each, whole=tags is None) for each in replies[stage])]
         self.drop_desired("sleep", stages=woken)
         self._orchestrator.closures.asleep.difference_update(woken)
+        self._engines_asleep.difference_update(woken)
         return replies, [*level_2, *woken]
 
     async def is_sleeping(self) -> bool:

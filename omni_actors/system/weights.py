@@ -280,10 +280,11 @@ class WeightControl(Control):
                     if replica.accepts_work and (replica.generation > first or part in replica.incarnation.parts):
                         break
                     died = any(each.generation > first and not each.exit.was_cut_off for each in replica.history)
-                    if died or replica.state is ReplicaState.FAILED:
+                    failed = replica.state is ReplicaState.FAILED
+                    if died or (failed and not replica.history[-1].exit.was_cut_off):
                         return True
                     no_place = replica.incarnation.no_place is not None
-                    if no_place or replica.leaving or replica.state is ReplicaState.ASLEEP:
+                    if failed or no_place or replica.leaving or replica.state is ReplicaState.ASLEEP:
                         break
                     await self._supervisor.changes.park()
         return False

@@ -33,7 +33,7 @@ async def test_messages_wait_while_the_supervisor_is_busy(autojump_clock: trio.t
 async def test_a_worker_whose_messages_are_not_read_is_at_fault(autojump_clock: trio.testing.MockClock) -> None:
     box = mailbox()
     await box.take(packet())
-    assert box.fault == "it does not read its control messages: 4 wait, which is the limit"
+    assert box.fault == "its control messages are not read: 4 wait, which is the limit"
     assert [message for message, _ in box.unread()] == SENT[:CAPACITY]
     await box.take(packet())
 
