@@ -75,9 +75,10 @@ serve: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 -m "not perf and not slow and not kills and not cluster" $(PYTEST_ARGS)
 
+# EXCEPT: files and folders whose expensive tests are left out.
 test-perf: setup
 	$(BIN)/python -m pytest -m "perf" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n 2 --timeout 300 -m "slow and not perf and not kills and not cluster" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --timeout 300 -m "slow and not perf and not kills and not cluster" $(addprefix --ignore=,$(EXCEPT)) $(PYTEST_ARGS)
 
 test-kills: setup
 	$(BIN)/python -m pytest -m "kills" $(PYTEST_ARGS)

@@ -63,7 +63,7 @@ def write(answer: Answer, stem: Path) -> tuple[int, float]:
     stem.with_suffix(".txt").write_text(answer.text, encoding="utf-8")
     if answer.audio is not None:
         soundfile.write(stem.with_suffix(".wav"), answer.audio.samples, answer.audio.sample_rate)
-    return answer.data["text"]["completion_tokens"], answer.audio.duration_s if answer.audio else 0.0
+    return answer.data["text"].get("completion_tokens", 0), answer.audio.duration_s if answer.audio else 0.0
 
 
 main()

@@ -131,6 +131,8 @@ def script(text: str | AsyncIterable[str]) -> Sequence[Input] | Segments:
 
 def live(given: Sequence[Input] | AsyncIterable[Input] | Segments) -> Sequence[Input] | Segments:
     """Return input of one kind, with an iterator of its pieces as ``Segments``. Raises InvalidRequest."""
+    if isinstance(given, list):  # first, because to ask for an abstract type takes ten times as long
+        return given
     if isinstance(given, AsyncIterable):
         return Segments(source=given, to_piece=_piece)
     if not isinstance(given, Sequence | Segments | None):

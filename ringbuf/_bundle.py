@@ -71,16 +71,15 @@ class Tensor:
             raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(ITEM_SIZES)}")
         if min(shape, default=0) < 0 or math.prod(shape) * ITEM_SIZES[dtype] != len(view):
             raise ValueError(f"{len(view)} bytes are not {dtype} of shape {tuple(shape)}")
-        self._set(dtype, tuple(shape), view, 0, len(view))
-
-    def _set(self, dtype: str, shape: tuple[int, ...], source: SendBuffer, start: int, stop: int) -> None:
-        self.dtype, self.shape = dtype, shape
-        self._source, self._start, self._stop = source, start, stop
+        self.dtype, self.shape = dtype, tuple(shape)
+        self._source: SendBuffer = view
+        self._start, self._stop = 0, len(view)
 
     @classmethod
     def _window(cls, dtype: str, shape: tuple[int, ...], source: memoryview, start: int, stop: int) -> Tensor:
         tensor = cls.__new__(cls)
-        tensor._set(dtype, shape, source, start, stop)
+        tensor.dtype, tensor.shape = dtype, shape
+        tensor._source, tensor._start, tensor._stop = source, start, stop
         return tensor
 
     @staticmethod
@@ -100,7 +99,7 @@ class Tensor:
     @property
     def data(self) -> memoryview:
         """Return the bytes, flat: (``nbytes``,). Each view borrows the frame. Raises FrameReleased."""
-        source = self.fetch()
+        source = self._source if type(self._source) is memoryview else self.fetch()
         try:
             return source[self._start : self._stop]
         except ValueError as error:
@@ -141,13 +140,11 @@ def _name_of(dtype: np.dtype[Any]) -> str | None:
     return dtype.name if dtype.names is None and dtype.name in ITEM_SIZES else None
 
 
-class Bundle:
+class Bundle(msgspec.Struct, eq=False):
     """``meta`` as it was sent; ``tensors`` are views of the bytes that were decoded."""
 
-    __slots__ = ("meta", "tensors")
-
-    def __init__(self, meta: Any, tensors: dict[str, Tensor]) -> None:
-        self.meta, self.tensors = meta, tensors
+    meta: Any
+    tensors: dict[str, Tensor]
 
 
 class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -165,20 +162,20 @@ def encode_bundle(meta: Any, tensors: Mapping[str, np.ndarray[Any, Any] | Tensor
     meta: anything that msgpack carries. The arrays must not change before they are sent.
     Raises TypeError (meta or a dtype that cannot be encoded).
     """
-    named = {name: t if isinstance(t, Tensor) else Tensor.of_numpy(t) for name, t in tensors.items()}
     entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
     body: list[SendBuffer] = []
     offset = 0
-    for name, tensor in named.items():
+    for name, given in tensors.items():
+        tensor = given if isinstance(given, Tensor) else Tensor.of_numpy(given)
         entries[name] = (tensor.dtype, tensor.shape, offset)
-        if tensor.nbytes:
+        if nbytes := tensor.nbytes:
             body.append(tensor.buffer)
-        if pad := -tensor.nbytes % ALIGN:
+        if pad := -nbytes % ALIGN:
             body.append(_ZEROS[:pad])
-        offset += tensor.nbytes + pad
+        offset += nbytes + pad
     header = _encoder.encode(_Header(meta, entries))
     front = len(header).to_bytes(8, "little") + header
-    return [memoryview(front), _ZEROS[: -len(front) % ALIGN], *body]
+    return [memoryview(front + bytes(-len(front) % ALIGN)), *body]
 
 
 def decode_bundle(data: memoryview) -> Bundle:

@@ -151,7 +151,8 @@ class Consumer:
         fragments for which there is no memory).
         """
         end = self._end
-        self._wake_up()
+        if self._closed or end.parked:
+            self._wake_up()
         while self._next != self._tail or self._load_tail():
             start = self._next
             kind, length, place, after = end.read_record(start, self._tail)

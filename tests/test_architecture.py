@@ -48,6 +48,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.validation": set(),
     "omni_actors.playback": set(),
     "omni_actors.plain_text": set(),
+    "omni_actors.network_addresses": set(),
     "omni_actors.metrics": {"omni_actors.errors", "omni_actors.playback"},
     "omni_actors.protocol.messages": {"omni_actors.errors"},
     "omni_actors.stages.base": {"omni_actors.errors", "omni_actors.protocol.messages", "ringbuf"},
@@ -83,7 +84,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.cluster": {
         *("omni_actors.errors", "omni_actors.config", "omni_actors.protocol", "omni_actors.protocol.messages"),
         *("omni_actors.platform", "omni_actors.supervisor", "omni_actors.log_events"),
-        *("ringbuf", "ringbuf.syscalls"),
+        *("omni_actors.network_addresses", "ringbuf", "ringbuf.syscalls"),
     },
     "omni_actors.orchestrator": {
         *("omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", "omni_actors.transitions"),
@@ -133,11 +134,13 @@ LAYERS: dict[str, set[str]] = {
     },
     "omni_actors.command_line": {"omni_actors.errors", "omni_actors.config", "omni_actors.plain_text"},
     "omni_actors.turns": {"omni_actors.stages.assets"},
-    "omni_actors.serve.http": set(),
+    "omni_actors.serve.http": {"omni_actors.network_addresses"},
     "omni_actors.serve": {
         "omni_actors.turns",
         "omni_actors",
         "omni_actors.command_line",
+        "omni_actors.network_addresses",
+        "omni_actors.platform",
         "omni_actors.serve.http",
         "omni_actors.system",
         "omni_actors.generation",

@@ -196,7 +196,7 @@ def test_config_explain_shows_configured_values_and_their_origins(monkeypatch: p
     rows = {line.split()[0]: line.split() for line in result.stdout.splitlines()}
     assert rows["stages.first.threads"] == ["stages.first.threads", "3", "--set"]
     assert "stages.first.replicas" not in rows, "a default"
-    assert rows["stages.second.engine"][1:] == ['"echo"', "configs/echo.yaml:10"], "relative to the working directory"
+    assert rows["stages.second.engine"][1:] == ['"echo"', "configs/echo.yaml:11"], "relative to the working directory"
     everything = invoke("config", "explain", "echo", "--all").stdout.splitlines()
     assert ["stages.first.replicas", "1", "default"] in [line.split() for line in everything]
 

@@ -25,7 +25,7 @@ from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.system import OmniSystem
 from omni_actors.system.control import PAUSE_MODES
 from tests.support.controllable_engine import FACTORY
-from tests.support.frozen import freeze
+from tests.support.frozen import freeze, let_time_out_at
 
 WATCHDOG_S = 60.0
 FAST = {"backoff_s": 0.01}
@@ -83,7 +83,9 @@ async def test_a_stage_without_replicas_says_so_when_tokens_are_asked_of_it() ->
     assert (caught.value.replica, caught.value.exit) == (None, None)
 
 
-async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_times_out_alone() -> None:
+async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_times_out_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with opened(standby=1) as omni:
         replies = await omni.call("notes")
         assert [reply.value["pid"] for reply in replies["able"]] == [pid_of(omni, "able", each) for each in (0, 1)]
@@ -99,15 +101,17 @@ async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_t
         with pytest.raises(InvalidRequest, match="timeout_s"):
             await omni.set_desired("note", {"name": "a", "text": "1"}, stages=["able"], timeout_s=math.nan)
         freeze(frozen := pid_of(omni, "able"))
-        replies = await omni.call("notes", timeout_s=1.0)
+        let_time_out_at({Address("able", 0)}, monkeypatch)
+        replies = await omni.call("notes", timeout_s=0.2)
         first, second = replies["able"]
         assert isinstance(first.error, CallTimedOut)
         assert second.result()["notes"] == {}
         for _ in range(MAX_CALLS - 1):
             await omni.call("notes", stages=["able"], timeout_s=0.0)
-        first, second = (await omni.call("notes", stages=["able"], timeout_s=5.0))["able"]
+        first, second = (await omni.call("notes", stages=["able"], timeout_s=0.2))["able"]
         assert isinstance(first.error, TooManyCalls)
         assert second.result()["notes"] == {}
+        monkeypatch.undo()
         os.kill(frozen, signal.SIGCONT)
         while isinstance((await omni.call("notes"))["able"][0].error, TooManyCalls):
             pass

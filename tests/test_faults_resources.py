@@ -56,7 +56,7 @@ async def test_a_worker_that_does_not_stop_is_killed_after_its_timeout(how: str)
             worker = omni._supervisor.replicas[Address("only", 0)].worker
             assert isinstance(worker, LocalWorker)
             with trio.fail_after(WATCHDOG_S):
-                while not worker.stderr_tail:  # noqa: ASYNC110 - there is no event for it
+                while not worker._stderr.lines:  # noqa: ASYNC110 - there is no event for it
                     await trio.sleep(0.005)
             hanging.abort()
         began = time.monotonic()
@@ -195,7 +195,7 @@ async def test_a_mailbox_that_is_full_when_another_worker_restarts_ends_that_wor
     mailbox = replica.worker.mailbox
     os.kill(replica.worker.pid, signal.SIGSTOP)
     with trio.fail_after(WATCHDOG_S):
-        while (room := mailbox._capacity - mailbox._out_send.statistics().current_buffer_used) > 0:
+        while (room := mailbox._capacity - mailbox.waiting) > 0:
             for _ in range(room):
                 mailbox.post(Abort(0))
             await trio.testing.wait_all_tasks_blocked()  # the writer has filled the socket

@@ -22,7 +22,7 @@ from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.errors import InvalidRequest
 from omni_actors.sync import Omni
 from omni_actors.system.parameters import Parameters
-from omni_actors.system.pictures import check_work, seed_of, work_of
+from omni_actors.system.pictures import checked_work, seed_of
 from tests.support.shared_system import SharedSystem, open_shared_system, use_shared_system, with_shared_system
 
 WATCHDOG_S = 60.0
@@ -242,11 +242,11 @@ def test_the_work_counts_the_options_of_a_stage_as_defaults() -> None:
     stages = {"painter": Stage(engine=PAINTER, accepts=("messages",), emits="image", options=options)}
     pipeline = Pipeline(name="painting", limits=PAINTING.limits, stages=stages)
     with pytest.raises(InvalidRequest, match=r"64x64 pixels × 101 steps × 1 are 413696; limits\.pixel_steps is 409600"):
-        check_work(pipeline, {"painter": {"size": None, "steps": None}}, {}, 1)
-    check_work(pipeline, {"painter": {"size": None, "steps": 100}}, {"steps": 100}, 1)
-    assert work_of(pipeline, {"painter": {"size": None, "steps": None}}) == 64 * 64 * 101
-    assert work_of(pipeline, {"painter": {"size": "8x4", "steps": 3}}) == 8 * 4 * 3
-    assert work_of(pipeline, {"painter": {"seed": 1}}) == 1
+        checked_work(pipeline, {"painter": {"size": None, "steps": None}}, {}, 1)
+    assert checked_work(pipeline, {"painter": {"size": None, "steps": 100}}, {"steps": 100}, 1) == 64 * 64 * 100
+    assert checked_work(pipeline, {"painter": {"size": "8x4", "steps": None}}, {}, 2) == 8 * 4 * 101
+    assert checked_work(pipeline, {"painter": {"size": "8x4", "steps": 3}}, {}, 1) == 8 * 4 * 3
+    assert checked_work(pipeline, {"painter": {"seed": 1}}, {}, 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ def test_the_work_counts_what_is_not_known_as_usual(
     pipeline = Pipeline(name="painting", stages={"painter": stage})
     by_stage = Parameters(pipeline).by_stage(["painter"], given)
     if param is None:
-        check_work(pipeline, by_stage, given, n)
+        checked_work(pipeline, by_stage, given, n)
         return
     with pytest.raises(InvalidRequest, match=rf"{param}: \w+ pixels × \d+ steps × {n} are ") as refused:
-        check_work(pipeline, by_stage, given, n)
+        checked_work(pipeline, by_stage, given, n)
     assert refused.value.param == param
 
 

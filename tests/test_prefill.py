@@ -96,14 +96,14 @@ TRANSFERS: dict[str, dict[str, Any]] = {
     "on a GPU, layer by layer": {"layers": 1, "device": "cuda:0", "handles": "cuda"},
 }
 """With "evicted", no worker retains more than the first blocks of the prompt."""
+MARKS = {"by handle": pytest.mark.slow, "retained": pytest.mark.kills, "layer by layer": pytest.mark.kills}
+"""A worker dies 9 times in each of these."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(
-            options, id=name, marks=ON_GPU if "device" in options else () if name == "evicted" else [pytest.mark.slow]
-        )
+        pytest.param(options, id=name, marks=ON_GPU if "device" in options else MARKS.get(name, ()))
         for name, options in TRANSFERS.items()
     ],
 )

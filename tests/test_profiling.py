@@ -20,7 +20,7 @@ from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.stages.base import StageFailure, StageOutput
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.system.profiling import Profile
-from tests.support.echo_systems import pid_of, read, wait_restarted
+from tests.support.echo_systems import pid_of, read, wait_restarted, words_until
 
 CLOCKS_US = 20_000.0
 """How far torch's conversion of its clock may be from the kernel's wall clock; one step takes longer."""
@@ -109,9 +109,11 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
 async def check_a_death(omni: OmniSystem, path: Path) -> None:
     """The worker's part is lost; the file has the death and the resume."""
     await omni.start_profile(("first",))
-    generation = omni.generate("hello")
+    killed = trio.Event()
+    generation = omni.generate(script=words_until(killed, "hello ", "again"), modalities=("text",))
     await generation.__anext__()
     os.kill(pid_of(omni, "first"), signal.SIGKILL)
+    killed.set()
     await read(generation)
     await wait_restarted(omni, "first", 2)
     profile = await omni.stop_profile(path)

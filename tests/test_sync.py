@@ -298,8 +298,8 @@ def test_what_ends_the_system_reaches_the_caller() -> None:
         async def bug() -> None:
             raise ArithmeticError("a bug")
 
-        assert system._orchestrator._nursery is not None
-        system._orchestrator._nursery.start_soon(bug)
+        assert system._orchestrator._inputs.nursery is not None
+        system._orchestrator._inputs.nursery.start_soon(bug)
 
     omni.background.call(fail)
     with pytest.raises(SystemClosed) as caught:

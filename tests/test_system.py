@@ -156,7 +156,7 @@ async def test_cancelled_while_it_opens(ticks: int) -> None:
                 scope.cancel()
 
             nursery.start_soon(cancel)
-            async with OmniSystem.open("echo"):
+            async with OmniSystem.open("echo", **{"stages.first.options.load_s": WATCHDOG_S}):
                 pytest.fail("it opened")
     assert scope.cancelled_caught
     assert len(open_descriptors()) == before

@@ -19,7 +19,7 @@ from omni_actors.errors import Aborted, InvalidRequest, StageCrashed
 from omni_actors.stages import assets
 from omni_actors.sync import Omni
 from omni_actors.system import tracing
-from tests.support.echo_systems import ask, pid_of, read, wait_restarted
+from tests.support.echo_systems import ask, pid_of, read, wait_restarted, words_until
 from tests.support.shared_system import SharedSystem, open_shared_system
 from tests.support.spans import HOP, Spans, context_of, facts, times
 
@@ -150,9 +150,11 @@ def check_error(span: ReadableSpan, error: str, fact: str, outcome: str) -> None
 
 def test_a_death_the_resume_and_its_cost(shared_system: SharedSystem, spans: Spans) -> None:
     async def work(omni: OmniSystem) -> None:
-        generation, victim = omni.generate("hello", modalities=("audio",)), pid_of(omni, "second")
+        killed, victim = trio.Event(), pid_of(omni, "second")
+        generation = omni.generate(script=words_until(killed, "hello ", "again"), modalities=("audio",))
         await generation.__anext__()
         os.kill(victim, signal.SIGKILL)
+        killed.set()
         outputs = await read(generation)
         assert outputs[-1].metrics is not None
         assert outputs[-1].metrics.replays == 1
@@ -184,10 +186,12 @@ def check_lost(span: ReadableSpan) -> None:
 
 def test_a_death_that_ends_the_request(shared_system: SharedSystem, spans: Spans) -> None:
     async def work(omni: OmniSystem) -> None:
-        generation = omni.generate("hello", modalities=("audio",), on_failure="fail")
-        before = omni.health().stages["second"][0].generation
+        killed, before = trio.Event(), omni.health().stages["second"][0].generation
+        script = words_until(killed, "hello ", "again")
+        generation = omni.generate(script=script, modalities=("audio",), on_failure="fail")
         await generation.__anext__()
         os.kill(pid_of(omni, "second"), signal.SIGKILL)
+        killed.set()
         with pytest.raises(StageCrashed):
             await read(generation)
         trace = spans.take()

@@ -31,7 +31,7 @@ from omni_actors.system.calls import Replies
 from omni_actors.system.kept_updates import MOST_TENSORS
 from omni_actors.system.weight_memory import WeightMemory
 from tests.support.controllable_engine import FACTORY
-from tests.support.frozen import freeze
+from tests.support.frozen import freeze, let_time_out_at
 from tests.support.open_descriptors import weights_in_memory
 
 WATCHDOG_S = 60.0
@@ -278,12 +278,14 @@ async def test_weights_that_are_refused_after_the_timeout_are_taken_back(file: P
         assert await omni.get_weight_version() == {"able": "0"}
 
 
-@pytest.mark.slow  # the replica that takes the weights has two seconds
-async def test_replicas_that_took_weights_which_another_refuses_after_the_timeout_start_again(file: Path) -> None:
+async def test_replicas_that_took_weights_which_another_refuses_after_the_timeout_start_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_time_out_at({Address("able", 1)}, monkeypatch)
     async with opened() as omni:
         freeze(pid := omni.health().stages["able"][1].pid or 0)
         await omni.start_weight_update()
-        took, late = (await omni.update_weights(file, version="1", stages=STAGES, timeout_s=2.0))["able"]
+        took, late = (await omni.update_weights(file, version="1", stages=STAGES, timeout_s=0.2))["able"]
         assert (took.error, type(late.error)) == (None, CallTimedOut)
         os.truncate(file, 8)
         os.kill(pid, signal.SIGCONT)
@@ -380,12 +382,14 @@ async def test_a_replica_that_takes_new_weights_while_the_earlier_ones_are_sent_
 ) -> None:
     content, changed = contents_of(file)
     os.truncate(file, 8)
+    let_time_out_at(frozen := {Address("able", 1)}, monkeypatch)
     async with opened() as omni:
         pid = omni.health().stages["able"][1].pid or 0
 
         def act() -> None:
             restore(file, content, changed)
             os.kill(pid, signal.SIGCONT)
+            frozen.clear()
 
         when_own_weights_are_sent(monkeypatch, act)
         freeze(pid)
@@ -394,7 +398,10 @@ async def test_a_replica_that_takes_new_weights_while_the_earlier_ones_are_sent_
         assert await versions(omni) == {"0"}
 
 
-async def test_replicas_start_again_if_one_cannot_be_sent_the_earlier_weights(file: Path) -> None:
+async def test_replicas_start_again_if_one_cannot_be_sent_the_earlier_weights(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_time_out_at({Address("able", 1)}, monkeypatch)
     async with opened() as omni:
         pid = omni.health().stages["able"][1].pid or 0
         freeze(pid)
@@ -413,12 +420,14 @@ async def test_an_update_that_is_taken_back_while_earlier_weights_are_sent_is_no
 ) -> None:
     second = tmp_path / "second.safetensors"
     second.write_bytes(b"")
+    let_time_out_at(frozen := {Address("able", 1)}, monkeypatch)
     async with opened() as omni:
         pid = omni.health().stages["able"][1].pid or 0
 
         def act() -> None:
             os.truncate(file, 8)
             os.kill(pid, signal.SIGCONT)
+            frozen.clear()
 
         freeze(pid)
         await omni.start_weight_update()

@@ -8,10 +8,11 @@ from itertools import pairwise
 import numpy as np
 import trio
 
-from bench.pipeline.load import Meter, running
+from bench.pipeline.load import Cell, Meter, running
 from omni_actors import OmniSystem
 from omni_actors.config import Limits, Pipeline, Stage
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.platform.allocator import keep_freed_memory
 from omni_actors.protocol import chunks
 from omni_actors.supervisor.edges import InputEdge, receive_frames
 from omni_actors.system.garbage import make_full_collections_rare
@@ -20,20 +21,23 @@ from ringbuf import Ring
 MODALITIES = ("text",)
 STAGES = 3
 RING_BYTES = 64 * 1024**2
+PAYLOADS_IN_A_RING = 16
+"""A pipeline for large payloads has larger rings than the default, so that a stage takes several at a time."""
 UNREAD_BYTES = 4 * 1024**3
 """More than any load has in flight, so that no request ends for a bound that the peers do not have."""
 
 
-def pipeline(requests: int) -> Pipeline:
-    """Return the pipeline. requests: how many it admits at a time."""
+def pipeline(cell: Cell) -> Pipeline:
+    """Return the pipeline for a load. It admits as many requests at a time as are in flight."""
+    ring_bytes = max(Stage(engine="echo").ring_bytes, PAYLOADS_IN_A_RING * cell.size)
     return Pipeline(
         name="bench",
         stages={
-            "first": Stage(engine="echo", accepts=("messages",)),
-            "second": Stage(engine="echo", inputs=("first",)),
-            "third": Stage(engine="echo", inputs=("second",), emits="text"),
+            "first": Stage(engine="echo", accepts=("messages",), ring_bytes=ring_bytes),
+            "second": Stage(engine="echo", inputs=("first",), ring_bytes=ring_bytes),
+            "third": Stage(engine="echo", inputs=("second",), emits="text", ring_bytes=ring_bytes),
         },
-        limits=Limits(max_requests=requests, output_bytes=UNREAD_BYTES, unread_bytes=UNREAD_BYTES),
+        limits=Limits(max_requests=cell.in_flight, output_bytes=UNREAD_BYTES, unread_bytes=UNREAD_BYTES),
     )
 
 
@@ -47,8 +51,9 @@ class Ours:
 
     async def _run(self, meter: Meter) -> None:
         payload = np.frombuffer(meter.payload, np.uint8)
-        async with OmniSystem.open(pipeline(meter.cell.in_flight)) as omni:
-            make_full_collections_rare()  # as the server does
+        async with OmniSystem.open(pipeline(meter.cell)) as omni:
+            make_full_collections_rare()  # the server calls both
+            keep_freed_memory()
 
             async def client() -> None:
                 while (number := meter.submit()) is not None:
@@ -81,6 +86,7 @@ class RingsOnly:
 
     async def _run(self, meter: Meter, there: Ring, back: Ring) -> None:
         edge, payload = InputEdge(there.claim_producer(), kill=print), np.frombuffer(meter.payload, np.uint8)
+        turn = trio.Lock()  # of the clients that wait for room
         answers: dict[int, tuple[trio.Event, list[int]]] = {}
 
         async def receive() -> None:
@@ -94,7 +100,10 @@ class RingsOnly:
         async def client() -> None:
             while (number := meter.submit()) is not None:
                 answers[number] = answer = trio.Event(), list[int]()
-                await edge.send(chunks.encode(_header(number, "client"), {"body": payload}))
+                chunk = chunks.encode(_header(number, "client"), {"body": payload})
+                if turn.locked() or edge.try_send(chunk) is None:
+                    async with turn:
+                        await edge.send(chunk)
                 await answer[0].wait()
                 meter.complete(number, *answer[1])
 

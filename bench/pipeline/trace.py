@@ -20,6 +20,7 @@ import numpy as np
 import trio
 from rich.table import Table
 
+from bench.pipeline.load import Cell
 from bench.pipeline.ours import MODALITIES, pipeline
 from omni_actors import OmniSystem
 from omni_actors.orchestrator.pieces import Input, Piece
@@ -38,7 +39,7 @@ PAUSE_S = 0.005
 async def measure(requests: int) -> dict[str, list[float]]:
     """Trace this many requests, one after the other. Returns, by point, the seconds since each was submitted."""
     points: dict[str, list[float]] = {}
-    async with OmniSystem.open(pipeline(1)) as omni:
+    async with OmniSystem.open(pipeline(Cell(1, PAYLOAD.nbytes))) as omni:
         for number in range(requests + WARM_UP):
             passed = await _trace(omni)
             if number >= WARM_UP:

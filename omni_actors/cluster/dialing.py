@@ -7,6 +7,9 @@ Rule 2: a side that does not know the secret ends the attempts at once.
 Rule 3: once both sides are authenticated, the other side ends an attempt for which it does not open the link in time
 (``accepting``, rule 2). So this side does not give it up while the link is being opened there. If the news of that end
 is lost on the way, this side's kernel asks for it (``channel``, rule 4).
+Rule 4: a time in which this process does not run (SIGSTOP, a machine that is paused) counts as one check's time
+(``check_s``) at most, and a link has that time in addition. What has come meanwhile is read before an attempt is given
+up. So this side's standstill is not taken for the other side's silence.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Dialing:
     """The links that have no connection yet.
 
     on_open: called with a link and its connection, which it owns. on_failure: called with a link that gets none, and
-    with the reason.
+    with the reason. check_s: at least so often, this looks how much time has passed (rule 4).
     """
 
     def __init__(
@@ -56,14 +59,17 @@ class Dialing:
         *,
         tls: Tls | None,
         handshake_s: float,
+        check_s: float,
     ) -> None:
         self._poller, self._secret, self._on_open, self._on_failure = poller, secret, on_open, on_failure
-        self._tls, self._handshake_s = tls, handshake_s
+        self._tls, self._handshake_s, self._check_s = tls, handshake_s, check_s
         self._dials: dict[SendingLink, _Dial] = {}
+        self._checked = time.monotonic()
+        """When this has last looked how much time has passed."""
 
     def begin(self, link: SendingLink, timeout_s: float) -> None:
-        now = time.monotonic()
-        dial = self._dials[link] = _Dial(link, now, now + timeout_s)
+        now = self._check(time.monotonic())
+        dial = self._dials[link] = _Dial(link, now, now + timeout_s + self._check_s)
         self._try(dial, now)
 
     def cancel(self, link: SendingLink) -> None:
@@ -73,10 +79,17 @@ class Dialing:
 
     def due(self) -> float | None:
         """Return when ``pass_deadlines`` is to be called."""
-        return min((dial.due for dial in self._dials.values()), default=None)
+        if not self._dials:
+            return None
+        return min(self._checked + self._check_s, *(dial.due for dial in self._dials.values()))
 
     def pass_deadlines(self, now: float) -> None:
+        self._check(now)
         for dial in [each for each in self._dials.values() if each.due <= now]:
+            if dial.opening is not None:
+                self._step(dial, dial.opening, 0)  # rule 4
+            if dial.link not in self._dials or dial.due > now:
+                continue
             if dial.opening is not None:
                 was_cut_short = now >= dial.deadline and not dial.opening.authenticated
                 self._fail(dial, dial.error if dial.error and was_cut_short else "no answer")
@@ -90,6 +103,16 @@ class Dialing:
     def close(self) -> None:
         for dial in self._dials.values():
             self._drop(dial)
+
+    def _check(self, now: float) -> float:
+        """Put all deadlines off by a time in which this process did not run (rule 4). Returns the time."""
+        late = now - self._checked - self._check_s
+        if late > 0:
+            for dial in self._dials.values():
+                dial.due += late
+                dial.deadline += late
+        self._checked = max(self._checked, now)
+        return self._checked
 
     def _try(self, dial: _Dial, now: float) -> None:
         try:
@@ -122,7 +145,8 @@ class Dialing:
         """Give an attempt up, and plan the next one."""
         self._drop(dial)
         dial.error = why
-        dial.due = min(time.monotonic() + random.uniform(0.5, 1.0) * dial.pause_s, dial.deadline)
+        now = self._check(time.monotonic())
+        dial.due = min(now + random.uniform(0.5, 1.0) * dial.pause_s, dial.deadline)
         dial.pause_s = min(2 * dial.pause_s, PAUSE_S[1])
 
     def _drop(self, dial: _Dial) -> None:

@@ -34,6 +34,10 @@ ALIVE: Final = b"\0"
 CLOSED: Final = b"\1"
 TURN_BYTES: Final = 1 << 20
 """A link moves about so much before other links have their turn."""
+SIGNS: Final = 5
+"""So many times in the time of silence, the receiving end says ALIVE, and the sending end checks that it was heard."""
+MOST_MISSED: Final = SIGNS + 2
+"""A link is lost when so many checks in a row have heard nothing."""
 READ_AHEAD: Final = 64 << 10
 """Bytes that are read beyond the end of a record: they may be many small records."""
 
@@ -75,15 +79,16 @@ class Link(ABC):
         """The other side sends no more: a read that finds less than it could take did not find the end."""
         self.records = self.payload_bytes = 0
 
-    def open(self, channel: Channel, now: float) -> None:
-        """Begin to use an authenticated connection. now: by the pump's clock. Raises OSError: it is lost already."""
+    def open(self, channel: Channel) -> None:
+        """Begin to use an authenticated connection. Raises OSError: it is lost already."""
         self.channel, self.state = channel, "open"
 
     @abstractmethod
-    def check_silence(self, now: float, longest_s: float) -> None:
-        """Send the sign of life that is due, or look when the other side's came last.
+    def check_silence(self, sign_s: float) -> None:
+        """Send the sign of life that is due, or look whether one of the other side has come since the last check.
 
-        Raises LinkBroken (not for ``longest_s`` seconds), OSError (the connection is lost).
+        Called about every ``sign_s`` seconds. Raises LinkBroken (none has come before MOST_MISSED checks in a row),
+        OSError (the connection is lost).
         """
 
     @abstractmethod

@@ -12,13 +12,13 @@ CAN_FETCH, so it gets no offer; a sending end without NIXL ignores CAN_FETCH.
 Rule 1: records keep their order. While one is fetched, the receiving end does not read on.
 Rule 2: a payload is copied in parts of TURN_BYTES, one in each step, so that other links have their turn.
 Rule 3: a record travels by TCP when there is no outgoing memory for it now.
-Rule 4: a fetch that fails is a loss (``LinkBroken``). One that takes too long ends NIXL on its node.
+Rule 4: a fetch that fails is a loss (``LinkBroken``). One that takes too long ends NIXL on its node. Its time is
+counted in checks, as that of silence is (``sending``): a time in which this process does not run counts as one check.
 """
 
 from __future__ import annotations
 
 import struct
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -147,12 +147,13 @@ class FetchingLink(ReceivingLink):
         self._target: memoryview | None = None
         """Its place in the ring, once there is one."""
         self._fetch: Fetch | None = None
-        self._fetching_since = 0.0
+        self._checks = 0
+        """How many checks have found it not fetched yet."""
         self._copied = 0
         self.by_reference = 0
 
-    def open(self, channel: Channel, now: float) -> None:
-        super().open(channel, now)
+    def open(self, channel: Channel) -> None:
+        super().open(channel)
         if self._transfers.is_up:
             self._say(CAN_FETCH)
 
@@ -165,10 +166,12 @@ class FetchingLink(ReceivingLink):
             self._give_up()
         return more or self._copied > 0
 
-    def check_silence(self, now: float, longest_s: float) -> None:
-        super().check_silence(now, longest_s)
+    def check_silence(self, sign_s: float) -> None:
+        super().check_silence(sign_s)
         if self._target is not None and not self._copied:
-            if now > self._fetching_since + self._transfers.read_s:
+            self._checks += 1
+            # The first one came early, and before another one this process may have stood still.
+            if (self._checks - 2) * sign_s >= self._transfers.read_s:
                 self._transfers.give_up(f"nothing was fetched for {self._transfers.read_s:g} s")
             self._wake()  # there may be room by now
 
@@ -224,7 +227,7 @@ class FetchingLink(ReceivingLink):
             if not super()._reserve():
                 return False
             self._target, self._room = self._room, None
-            self._fetching_since = time.monotonic()
+            self._checks = 0
         if self._fetch is None:
             self._fetch = self._transfers.fetch(self._source, *reference, self._wake)
         if self._fetch is None or not self._fetch.is_over:

@@ -28,7 +28,7 @@ from omni_actors.cluster.accepting import Accepting
 from omni_actors.cluster.channel import Address, Channel, Tls
 from omni_actors.cluster.dialing import Dialing
 from omni_actors.cluster.handshake import Acceptor
-from omni_actors.cluster.link import Link, LinkBroken, LinkStatistics
+from omni_actors.cluster.link import SIGNS, Link, LinkBroken, LinkStatistics
 from omni_actors.cluster.nixl_links import FetchingLink, StagingLink
 from omni_actors.cluster.poller import BELL, ENDED, READ, SOCKET, WRITE, Poller
 from omni_actors.cluster.receiving import ReceivingLink
@@ -52,9 +52,10 @@ class Pump:
 
     secret: at least 16 bytes, the same on all nodes. host: this node's own IP address, at which it accepts links.
     on_lost: called as ``on_lost(link_id, why)`` in the pump's thread when a link breaks; must not wait. It may call the
-    pump. silent_s: a link whose other side is silent for so long is lost; a shorter interruption only delays, up to
-    about 12 s of the default 15 (TCP retransmits ever more seldom). transfers: carries large records with NIXL, and is
-    closed by the pump.
+    pump. silent_s: a link whose other side is silent for so long is lost, at the latest after 1.6 times as long; a
+    shorter interruption only delays, up to about 12 s of the default 15 (TCP retransmits ever more seldom), and a time
+    in which this process does not run is no silence of the other side (``sending``). transfers: carries large records
+    with NIXL, and is closed by the pump.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Pump:
         handshake_s: float = 5.0,
     ) -> None:
         """Raises OSError (not this node's address, no descriptors, no thread), ValueError (host, a short secret)."""
-        self._on_lost, self._silent_s, self._sign_s = on_lost, silent_s, silent_s / 5
+        self._on_lost, self._silent_s, self._sign_s = on_lost, silent_s, silent_s / SIGNS
         self._transfers = transfers
         with ExitStack() as undo:
             if transfers is not None:
@@ -84,7 +85,9 @@ class Pump:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._wake_fd)
             opened = undo.pop_all()
-        self._dialing = Dialing(self._poller, secret, self._open, self._lose, tls=tls, handshake_s=handshake_s)
+        self._dialing = Dialing(
+            self._poller, secret, self._open, self._lose, tls=tls, handshake_s=handshake_s, check_s=self._sign_s
+        )
         self.address: Address = self._accepting.address
         """Where other nodes connect to."""
         self._links: dict[int, Link] = {}
@@ -110,9 +113,10 @@ class Pump:
     def send(self, link_id: int, consumer: Consumer, address: Address) -> None:
         """Connect to another node's pump, and carry the records out of a ring to the end that it has for ``link_id``.
 
-        Returns at once; a connection that cannot be made within ``silent_s`` is reported as a loss. The pump uses
-        ``consumer`` until ``close``. Raises ValueError (a link of this id exists, or no IP address), PumpStopped,
-        OSError and MemoryError (rule 5).
+        Returns at once; a link that is not open after 1.2 times ``silent_s`` is reported as a loss. A time in which
+        this process does not run counts as a fifth of it at most (``dialing``, rule 4). The pump uses ``consumer``
+        until ``close``. Raises ValueError (a link of this id exists, or no IP address), PumpStopped, OSError and
+        MemoryError (rule 5).
         """
         self._call(lambda: self._begin_send(self._sending(link_id, consumer, address)))
 
@@ -259,11 +263,10 @@ class Pump:
 
     def _open(self, link: Link, channel: Channel) -> None:
         """Begin to use an authenticated connection, whose descriptor is watched already, unless it is lost."""
-        now = time.monotonic()
-        if self._next_sign <= now:
-            self._next_sign = now + self._sign_s
+        if not self._descriptors:  # the check of other links stays when it is
+            self._next_sign = time.monotonic() + self._sign_s
         try:
-            link.open(channel, now)
+            link.open(channel)
         except OSError:  # the other side has given this connection up, and makes another one
             self._poller.forget(channel.fileno())
             channel.reset()
@@ -327,6 +330,6 @@ class Pump:
             self._next_sign = now + self._sign_s
             for link in tuple(self._descriptors):
                 try:
-                    link.check_silence(now, self._silent_s + 2 * self._sign_s)
+                    link.check_silence(self._sign_s)
                 except (LinkBroken, OSError) as error:
                     self._lose(link, str(error))

@@ -36,10 +36,10 @@ class ReceivingLink(Link):
         self._to_say = b""
         """Single bytes for the other node that the socket has not taken yet."""
 
-    def open(self, channel: Channel, now: float) -> None:
+    def open(self, channel: Channel) -> None:
         if channel.send([ALIVE]) is None:
             raise ConnectionError("a new connection takes no byte")
-        super().open(channel, now)
+        super().open(channel)
 
     def bell(self) -> int:
         return self._producer.fileno()
@@ -71,7 +71,7 @@ class ReceivingLink(Link):
                 return False
             moved += count
 
-    def check_silence(self, now: float, longest_s: float) -> None:
+    def check_silence(self, sign_s: float) -> None:
         if not self._discards:
             self._say(b"" if self._to_say else ALIVE)
 

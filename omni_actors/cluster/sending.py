@@ -6,8 +6,8 @@ import ipaddress
 from collections import deque
 from typing import Final
 
-from omni_actors.cluster.channel import Address, Channel
-from omni_actors.cluster.link import CLOSED, END_MARK, HEADER, TURN_BYTES, Link, LinkBroken
+from omni_actors.cluster.channel import Address
+from omni_actors.cluster.link import CLOSED, END_MARK, HEADER, MOST_MISSED, TURN_BYTES, Link, LinkBroken
 from ringbuf import Consumer, Frame, RingClosed
 
 _MOST_BUFFERS: Final = 512
@@ -15,7 +15,12 @@ _MOST_BUFFERS: Final = 512
 
 
 class SendingLink(Link):
-    """Carries records out of a ring."""
+    """Carries records out of a ring.
+
+    The silence of the receiving end is counted in checks, and not in seconds. The pump reads between two of them. So a
+    time in which this process does not run (SIGSTOP, a machine that is paused) counts as one check at the most, and
+    what has come meanwhile is read before the next one.
+    """
 
     def __init__(self, link_id: int, consumer: Consumer, address: Address) -> None:
         """Raises ValueError (no IP address)."""
@@ -29,20 +34,17 @@ class SendingLink(Link):
         """For each buffer, the frame that it is the last part of."""
         self._finished = False
         self._ending = False
-        self._heard_at = 0.0
-        """When the receiving end was heard last."""
-        self._was_heard = False
+        self._was_heard = True
+        """Whether the receiving end was heard since the last check. It has said that the link is open."""
+        self._missed = 0
+        """How many checks in a row have heard nothing."""
         self._ear = memoryview(bytearray(64))
 
-    def open(self, channel: Channel, now: float) -> None:
-        super().open(channel, now)
-        self._heard_at = now
-
-    def check_silence(self, now: float, longest_s: float) -> None:
-        if self._was_heard:
-            self._was_heard, self._heard_at = False, now
-        elif now - self._heard_at > longest_s:
-            raise LinkBroken(f"no sign of the other node for {longest_s:g} s")
+    def check_silence(self, sign_s: float) -> None:
+        self._missed = 0 if self._was_heard else self._missed + 1
+        self._was_heard = False
+        if self._missed == MOST_MISSED:
+            raise LinkBroken(f"no sign of the other node for {MOST_MISSED * sign_s:g} s")
 
     def bell(self) -> int:
         return self._consumer.fileno()

@@ -2,9 +2,9 @@
 
 Rule 1: there are at most ``MOST_STRANGERS``, so a flood of connections costs bounded descriptors and memory.
 Rule 2: one more takes the place of another one: of the address that has the most; among those, of one that has not
-said hello, if there is one; among those, of the oldest. So a flood from fewer addresses than there are places takes
-none from a node with another address. A flood that says nothing takes none from a node at its own address that has
-said hello.
+said hello, if there is one; among those, of the oldest. The addresses of a /64 of IPv6 count as one. So a flood from
+fewer addresses than there are places takes none from a node with another address. A flood that says nothing takes none
+from a node at its own address that has said hello.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Final, Generic, TypeVar
 
 from omni_actors.cluster.handshake import Acceptor
+from omni_actors.network_addresses import counted_address
 
 MOST_STRANGERS: Final = 64
 BACKLOG: Final = 256
@@ -37,6 +38,7 @@ class Strangers(Generic[T]):
 
         host: the address of the other side. acceptor: the connection's handshake.
         """
+        host = counted_address(host)
         displaced = self._to_displace(host) if len(self._all) == MOST_STRANGERS else None
         if displaced is not None:
             del self._all[displaced]

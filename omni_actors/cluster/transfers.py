@@ -71,7 +71,7 @@ MOST_ORDERS: Final = 4096
 """So many may wait for the process, beyond those in its socket."""
 START_S: Final = 10.0
 READ_S: Final = 60.0
-"""How long a read of another node's memory may take."""
+"""How long a read of another node's memory may take. Links count it in checks (``nixl_links``, rule 4)."""
 _FAILED_S: Final = 10.0
 """How long an extent is left alone after a READ into it has failed: a network card may be slower than its error."""
 _NOTHING: Final = bytes(8)

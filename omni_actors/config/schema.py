@@ -76,7 +76,8 @@ class Limits(Section, frozen=True, kw_only=True):
     """Width × height × steps × n of the pictures of one prompt. One that needs more is refused (``InvalidRequest``)."""
     replays: Count = 2
     """How often one request is replayed after deaths in one stage, until a replay brings its client a new output. The
-    bound ends a request that kills its stage: for one that may have, each replay counts, whatever it brings."""
+    bound ends a request that kills workers: for one that may have, each replay counts, whatever it brings and whichever
+    stage died."""
     quarantine_s: Annotated[float, Meta(ge=0)] = 600.0
     """Seconds for which a request is refused after requests like it ended at least two workers; 0 means not at all."""
     retain_bytes: Positive = 64 * 1024 * 1024

@@ -19,6 +19,7 @@ class Closures:
         """Raise SystemClosed or StageAsleep if a request on this route is to be refused."""
         if self.draining:
             raise SystemClosed("the system is shutting down")
-        for stage in route.stages:
-            if stage in self.asleep:
-                raise StageAsleep(stage)
+        if self.asleep:
+            for stage in route.stages:
+                if stage in self.asleep:
+                    raise StageAsleep(stage)

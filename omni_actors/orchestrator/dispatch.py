@@ -61,7 +61,7 @@ class Dispatcher:
         self.placement, self.trials = placement, trials
         self.queued: dict[Request, None] = {}
         """Requests that were never dispatched, in the order of their admission."""
-        self._priorities = collections.Counter[int]()
+        self._priorities: dict[int, int] = {}
         """How many requests of ``queued`` have each priority."""
         self.dispatched: dict[int, Request] = {}
         """The dispatched requests that have not ended, by number."""
@@ -76,14 +76,13 @@ class Dispatcher:
         """The highest request number given out so far."""
         self.arrived = collections.Counter[str]()
         """How many requests that use each stage have been admitted so far."""
-        self._loads = collections.Counter[Address]()
-        """How many requests of ``dispatched`` each replica holds."""
 
     def admit(self, request: Request) -> None:
         """Take a request that waits to be dispatched."""
         self.queued[request] = None
-        self._priorities[request.priority] += 1
-        self.arrived.update(request.route.stages)
+        self._priorities[request.priority] = self._priorities.get(request.priority, 0) + 1
+        for stage in request.route.stages:
+            self.arrived[stage] += 1
 
     def _leave_queue(self, request: Request) -> None:
         del self.queued[request]
@@ -118,7 +117,7 @@ class Dispatcher:
 
     async def wait_unused(self, address: Address) -> None:
         """Wait until a replica holds no request."""
-        while self._loads[address]:
+        while self.placement.loads[address]:
             await self._ends.park()
 
     @property
@@ -129,10 +128,6 @@ class Dispatcher:
     def keeps_waiting(self, request: Request) -> bool:
         """Whether a request waits until generation is resumed."""
         return self.dispatch_paused and request.number is None
-
-    def load(self, address: Address) -> int:
-        """Return the number of requests placed on a replica."""
-        return self._loads[address]
 
     def held_by(self, address: Address, number: int) -> Request | None:
         """Return the request of this number, if it has not ended and the replica holds it."""
@@ -174,11 +169,12 @@ class Dispatcher:
         self.dispatched[request.number] = request
         request.lifecycle.advance(Event.DISPATCH)
         request.replay_state.dispatched(placement)
-        self._loads.update(placement.values())
+        self.placement.loads.update(placement.values())
+        now = trio.current_time()
         for stage in reversed(request.route.stages):
             if CLIENT in request.route.targets[stage]:
                 request.chunk_sequences[stage] = ChunkSequence(request.number, stage)
-            self._post_start(request, stage)
+            self._post_start(request, stage, now)
         request.input.make_due(request.route.entries)
         self._send_input(request)
 
@@ -192,7 +188,7 @@ class Dispatcher:
         request.restarted_stages.update(stages)
         deaths.restarted(stages)
         request.replay_state.restarted(placement)
-        self._loads.update(placement.values())
+        self.placement.loads.update(placement.values())
         request.resumption.stages.update(stages)
         for stage in stages:
             request.stats.pop(stage, None)
@@ -223,7 +219,8 @@ class Dispatcher:
                 for decided in request.resumption.entries(stage):
                     self.placement.replicas[address].post(JournalPart(request.dispatched_number, decided))
                 self._post_checkpoint(request, stage, address)
-                self._post_start(request, stage)
+                self._post_start(request, stage, trio.current_time())
+                self._readers.started(request, stage)
                 request.resumption.stages.discard(stage)
 
     def _must_wait(self, request: Request, stage: str) -> bool:
@@ -239,14 +236,14 @@ class Dispatcher:
             with suppress(OSError):
                 self.placement.replicas[address].post(CheckpointMemory(request.dispatched_number), [memory_fd])
 
-    def _post_start(self, request: Request, stage: str) -> None:
+    def _post_start(self, request: Request, stage: str, now: float) -> None:
         """Post ``Start`` to a stage. It sends to a target that restarts too only after a ``Resend``."""
-        self.trials.note_use(stage, request, trio.current_time())
-        stages = request.replay_state.stages
+        self.trials.note_use(stage, request, now)
+        stages, names = request.replay_state.stages, request.route.targets[stage]
         address, is_replayed = stages[stage].address, stages[stage].phase is Phase.RESTARTING
         assert address is not None, "it is placed"
         targets = list[Address]()
-        for name in request.route.targets[stage]:
+        for name in names:
             if name == CLIENT:
                 targets.append(CLIENT_ADDRESS)
             elif (target := stages[name].address) is not None and stages[name].phase is not Phase.RESTARTING:
@@ -258,18 +255,16 @@ class Dispatcher:
                 sources=request.route.sources[stage],
                 targets=tuple(targets),
                 params=request.params[stage],
-                downstream=_feeds_stages(request, stage),
-                retain_bytes=self._limits.retain_bytes if self._retains(request, stage) else 0,
+                downstream=names != (CLIENT,),
+                retained=self._retains(request, names),
                 replayed=is_replayed,
-                worker_retain_bytes=self._limits.worker_retain_bytes,
-                checkpoint_bytes=self._limits.retain_bytes if self._keeps_checkpoints(request, stage) else 0,
+                checkpointed=self._keeps_checkpoints(request, stage),
                 needed_from=needed_from,
                 # Outputs that were left out are computed again only for a stage's one consumer (``replay_rule``).
-                computed_from=needed_from[0] if needed_from and len(request.route.targets[stage]) == 1 else 0,
+                computed_from=needed_from[0] if needed_from and len(names) == 1 else 0,
             ),
             wakes=is_replayed or stage in request.route.entries,
         )
-        self._readers.started(request, stage)
 
     def _needed_from(self, request: Request, stage: str, targets: Iterable[Address]) -> tuple[int, ...]:
         """For each target, the number of the first chunk that it lacks."""
@@ -307,7 +302,7 @@ class Dispatcher:
     def lose(self, request: Request, address: Address) -> None:
         """Record that a worker holds a request no more. What it sent may contradict the answers so far."""
         request.replay_state.lost(address.stage)
-        self._loads[address] -= 1
+        self.placement.loads[address] -= 1
         self._ends.unpark_all()
         request.resumption.forget(address.stage)
         if request.resumption.stages:
@@ -315,24 +310,25 @@ class Dispatcher:
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended, and abort it in every stage that still has work or chunks of it."""
-        self._ends.unpark_all()
+        if self._ends:
+            self._ends.unpark_all()
         request.checkpoints.close()
         if request.number is None:
             self._leave_queue(request)
             return
         del self.dispatched[request.number]
+        targets = request.route.targets
         for name, stage in request.replay_state.stages.items():
             if stage.address is None:
                 continue
-            self._loads[stage.address] -= 1
-            if stage.phase is not Phase.FINISHED or self._retains(request, name) or self._resumes(request):
-                self.placement.replicas[stage.address].post(
-                    Abort(request.number), wakes=stage.phase is not Phase.FINISHED
-                )
+            self.placement.loads[stage.address] -= 1
+            is_working = stage.phase is not Phase.FINISHED
+            if is_working or self._retains(request, targets[name]) or self._resumes(request):
+                self.placement.replicas[stage.address].post(Abort(request.number), wakes=is_working)
 
     def _resumes(self, request: Request) -> bool:
         """Whether workers keep decisions of this request, even when they have finished it."""
-        return not self._resumable.isdisjoint(request.route.stages)
+        return bool(self._resumable) and not self._resumable.isdisjoint(request.route.stages)
 
     def _keeps_checkpoints(self, request: Request, stage: str) -> bool:
         return request.on_failure == "replay" and stage in self._resumable
@@ -345,10 +341,6 @@ class Dispatcher:
         else:
             os.close(memory_fd)
 
-    def _retains(self, request: Request, stage: str) -> bool:
-        """Whether a stage retains its chunks. Chunks for the client alone are never sent again."""
-        return request.on_failure == "replay" and _feeds_stages(request, stage)
-
-
-def _feeds_stages(request: Request, stage: str) -> bool:
-    return request.route.targets[stage] != (CLIENT,)
+    def _retains(self, request: Request, targets: tuple[str, ...]) -> bool:
+        """Whether a stage with these targets retains its chunks. Chunks for the client alone are never sent again."""
+        return request.on_failure == "replay" and targets != (CLIENT,)

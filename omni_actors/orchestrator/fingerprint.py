@@ -33,26 +33,33 @@ def encode_piece(piece: Input, *, request: int, source: str, seq: int, last: boo
 
 def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy. Raises TypeError for a name that is not text: no worker could decode it."""
-    if not all(isinstance(name, str) for name in given):
-        raise TypeError("the names of data and tensors must be text")
+    for name in given:
+        if not isinstance(name, str):
+            raise TypeError("the names of data and tensors must be text")
     return dict(given)
 
 
 class Fingerprint:
-    """The fingerprint of one request, of which the input is added piece by piece.
+    """The fingerprint of one request, to which live input is added piece by piece.
+
+    Raises InvalidRequest if the input cannot be encoded.
 
     Args:
         route: The stages of the request.
+        inputs: Pieces by kind.
         params: The parameters for each stage, encoded with msgpack.
     """
 
-    def __init__(self, route: Route, params: Mapping[str, msgspec.Raw]) -> None:
+    def __init__(self, route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, msgspec.Raw]) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
         for stage in route.stages:
             share = msgspec.msgpack.decode(params[stage])
             for name in ("seed", "priority"):
                 share.pop(name, None)
             _add(self._digest, memoryview(msgspec.msgpack.encode([stage, share])))
+        for kind in sorted(inputs):
+            for piece in inputs[kind]:
+                self.add(kind, piece)
 
     def add(self, kind: str, piece: Input) -> int:
         """Add the next piece, and return its size in bytes. Raises InvalidRequest if it cannot be encoded."""
@@ -69,26 +76,12 @@ class Fingerprint:
 def fingerprint(route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, msgspec.Raw]) -> str | None:
     """Return the fingerprint of a request in hex digits, or None if the input cannot be encoded.
 
-    Args:
-        route: The stages of the request.
-        inputs: Pieces by kind.
-        params: The parameters for each stage, encoded with msgpack.
+    The arguments are those of ``Fingerprint``.
     """
     try:
-        return fingerprint_of(route, inputs, params).hexdigest()
+        return Fingerprint(route, inputs, params).hexdigest()
     except InvalidRequest:  # the request ends with this error when its input is sent
         return None
-
-
-def fingerprint_of(
-    route: Route, inputs: Mapping[str, Sequence[Input]], params: Mapping[str, msgspec.Raw]
-) -> Fingerprint:
-    """Return the fingerprint of a request, to which live input may be added. Raises InvalidRequest: see ``add``."""
-    found = Fingerprint(route, params)
-    for kind in sorted(inputs):
-        for piece in inputs[kind]:
-            found.add(kind, piece)
-    return found
 
 
 def _add(digest: hashlib.blake2b, buffer: memoryview) -> None:

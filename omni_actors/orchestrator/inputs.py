@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -11,20 +13,26 @@ import trio
 
 from omni_actors.config import Limits
 from omni_actors.errors import InputFailed, InvalidRequest, RequestError
-from omni_actors.orchestrator.fingerprint import encode_piece, fingerprint_of
+from omni_actors.orchestrator.fingerprint import Fingerprint, encode_piece
 from omni_actors.orchestrator.lifecycle import Event
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import EndRequest, Request
 from omni_actors.orchestrator.request_input import Cursor, RetainedInput
 from omni_actors.protocol.messages import CLIENT, MAX_BYTES, Address
-from omni_actors.supervisor.edges import Edges
+from omni_actors.supervisor.edges import Edges, InputEdge
 
 PARAMS_BYTES = MAX_BYTES // 2
 """Largest encoded size of a request's parameters for one stage: they travel in one control message."""
 
 OVERHEAD_BYTES = 512
 """About the size of the objects around a retained piece, so that the bound covers many small pieces, too."""
+
+PIECES_A_TURN = 16
+"""How many pieces of one request, or from one queue, are sent before other tasks run."""
+REQUEST_BYTES_A_TURN, QUEUE_BYTES_A_TURN = 32 * 1024, 4 * 1024 * 1024
+"""After so many bytes of one request, or from one queue, no other piece is sent before other tasks run. A queue is sent
+a piece of each request in turn, so none of them takes all of it."""
 
 _ENDED = object()
 """Returned when an iterator has ended."""
@@ -49,10 +57,44 @@ def encode_params(params: Mapping[str, Mapping[str, Any]]) -> dict[str, msgspec.
     return encoded
 
 
+class _Queue:
+    """The requests whose input waits for one edge. address: the replica that the edge leads to."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.cursors = OrderedDict[Request, Cursor]()
+        """How far each request's input was sent, the next one to be sent first."""
+        self._sending: tuple[Request, trio.CancelScope] | None = None
+
+    def add(self, request: Request) -> None:
+        """Add a request, behind the others. If the stage starts again, it is not sent what it was being sent."""
+        cursor = request.input.cursor(self.address.stage)
+        if self.cursors.get(request) is not cursor:
+            self.remove(request)
+            self.cursors[request] = cursor
+
+    def remove(self, request: Request) -> None:
+        """Remove a request, if it waits here. It is not sent what it was being sent."""
+        if self.cursors.pop(request, None) is not None and self._sending is not None and self._sending[0] is request:
+            self._sending[1].cancel()
+
+    @contextmanager
+    def sending(self, request: Request) -> Iterator[None]:
+        """Surround the sending of a piece of a request. ``remove`` cancels it."""
+        with trio.CancelScope() as scope:
+            self._sending = request, scope
+            try:
+                yield
+            finally:
+                self._sending = None
+
+
 class InputMover:
     """Sends the input of requests to their stages, and reads live input as fast as the stages take it.
 
-    A piece that fits into its ring is sent at once. For the rest, a task runs that ends when all is sent.
+    Input that fits into its ring is sent at once. The rest waits in a queue for each edge, and long input too. One task
+    sends a queue, a piece of each request in turn, and ends with it: a task for each request would cost more than all
+    else here.
 
     Args:
         edges: The rings between the parent and the workers.
@@ -64,93 +106,137 @@ class InputMover:
     def __init__(
         self, edges: Edges, limits: Limits, *, end: EndRequest, require_admissible: Callable[[Request], None]
     ) -> None:
-        self._edges, self._limits, self._end, self._require_admissible = edges, limits, end, require_admissible
-        self._retained = RetainedInput()
+        self._edges, self._end, self._require_admissible = edges, end, require_admissible
+        self._retained = RetainedInput(limits)
+        self._queues: dict[InputEdge, _Queue] = {}
+        """The queue of each edge that input waits for."""
         self.nursery: trio.Nursery | None = None
         """Where the tasks run; None while the orchestrator does not."""
 
+    def admit(self, request: Request) -> None:
+        """Begin to read the live input of a new request."""
+        assert self.nursery is not None, "the orchestrator runs"
+        for kind in request.input.segments:
+            self.nursery.start_soon(self._read_to_end, request, kind)
+
     def close(self, request: Request) -> None:
         """Stop sending and reading a request's input, and free it."""
+        for queue in self._queues.values():
+            queue.remove(request)
         request.input.close(self._retained)
 
     def send(self, request: Request) -> None:
-        """Send a request's input to each stage that is due. What cannot be sent at once is sent by a task."""
-        if request.input.has_task or self.nursery is None:  # None: the system closes, and the request ends next
-            return
+        """Send a request's input to each stage that is due. What cannot be sent at once waits in its edge's queue."""
+        if self.nursery is None:
+            return  # the system closes, and the request ends next
         for stage in request.input.due:
-            if not self._send_at_once(request, stage):
-                request.input.has_task = True
-                self.nursery.start_soon(self._send_rest, request)
-                return
-            request.input.take_due(stage)
+            if (edge := self._edge(request, stage)) is None:
+                request.input.take_due(stage)
+                continue
+            queue = self._queues.get(edge)
+            if queue is None:
+                if self._send_at_once(request, stage, edge):
+                    request.input.take_due(stage)
+                    continue
+                queue = self._queues[edge] = _Queue(request.replay_state.placement[stage])
+                self.nursery.start_soon(self._send_queued, edge, queue)
+            queue.add(request)
         self._sent(request)
 
-    def _send_at_once(self, request: Request, stage: str) -> bool:
-        """Send a stage its next piece, if there is room. Return False if more is to be sent."""
-        address, cursor = self._address(request, stage), request.input.cursor(stage)
-        if address is None or (due := request.input.next_piece(stage)) is None:
-            return True
-        try:
-            size = self._edges.inputs[address].try_send(_encoded(request, cursor, due))
-        except trio.ClosedResourceError:
-            return True
-        except InvalidRequest:
-            return False  # the task ends the request
-        if size is None:
-            return False
-        _count(request, address, cursor, size)
-        return request.input.next_piece(stage) is None
+    def _edge(self, request: Request, stage: str) -> InputEdge | None:
+        """Return where a stage's input goes; None: the replica died, or has not confirmed a repeated ``Start``."""
+        progress = request.replay_state.stages[stage]
+        if progress.phase is Phase.RESTARTING or progress.address is None:
+            return None
+        return self._edges.inputs.get(progress.address)
+
+    def _send_at_once(self, request: Request, stage: str, edge: InputEdge) -> bool:
+        """Send a stage what there is room for, up to the share of a turn. Return False if more is to be sent."""
+        cursor, address = request.input.cursor(stage), request.replay_state.placement[stage]
+        pieces = nbytes = 0
+        while (due := request.input.next_piece(stage)) is not None:
+            if pieces == PIECES_A_TURN or nbytes >= REQUEST_BYTES_A_TURN:
+                return False
+            try:
+                size = edge.try_send(_encoded(request, cursor, due))
+            except trio.ClosedResourceError:
+                return True
+            except InvalidRequest:
+                return False  # the queue's task ends the request
+            if size is None:
+                return False
+            _count(request, address, cursor, size)
+            if due[1]:
+                return True
+            pieces, nbytes = pieces + 1, nbytes + size
+        return True
 
     @trio.lowlevel.enable_ki_protection
-    async def _send_rest(self, request: Request) -> None:
-        """Run as a task: send a request's input to the stages that are due. Invalid input ends the request."""
-        while due := request.input.due:
-            request.input.take_due(due[0])
-            try:
-                with request.input.sending():
-                    await self._send_to(request, due[0])
-            except InvalidRequest as error:
-                self._fail(request, error)
+    async def _send_queued(self, edge: InputEdge, queue: _Queue) -> None:
+        """Run as a task: send what waits for an edge. Invalid input ends its request."""
+        try:
+            while queue.cursors:
+                await trio.lowlevel.checkpoint()
+                pieces = nbytes = 0
+                while queue.cursors and pieces < PIECES_A_TURN and nbytes < QUEUE_BYTES_A_TURN:
+                    nbytes += await self._send_next(edge, queue)
+                    pieces += 1
+        except trio.ClosedResourceError:
+            pass  # the worker dies, and its successor is sent all input
+        finally:
+            del self._queues[edge]
+            for request, cursor in queue.cursors.items():
+                self._is_done(request, queue.address.stage, cursor)
+
+    async def _send_next(self, edge: InputEdge, queue: _Queue) -> int:
+        """Send the next piece of the request that has waited longest, and return its bytes; 0: none was sent.
+
+        The request then waits behind the others, if more of its input has arrived. Cancellation: the piece is sent or
+        not. Raises trio.ClosedResourceError when the worker dies.
+        """
+        stage = queue.address.stage
+        request, cursor = next(iter(queue.cursors.items()))
+        due = request.input.next_piece(stage)
+        if due is None or request.input.cursor(stage) is not cursor or self._edge(request, stage) is not edge:
+            del queue.cursors[request]
+            self._is_done(request, stage, cursor)
+            return 0
+        size: int | None = None
+        try:
+            encoded = _encoded(request, cursor, due)
+            if (size := edge.try_send(encoded)) is None:
+                with queue.sending(request):
+                    size = await edge.send(encoded)
+        except InvalidRequest as error:
+            self._fail(request, error)
+        except ValueError as error:
+            self._fail(request, InvalidRequest(f"a piece of the input cannot be sent: {error}"))
+        if size is not None:
+            _count(request, queue.address, cursor, size)
+        if queue.cursors.get(request) is not cursor:
+            return size or 0
+        if due[1] or request.input.next_piece(stage) is None:
+            del queue.cursors[request]
+            self._is_done(request, stage, cursor)
+        else:
+            queue.cursors.move_to_end(request)
+        return size or 0
+
+    def _is_done(self, request: Request, stage: str, cursor: Cursor) -> None:
+        """Note that a stage is sent no more, unless it has started again since."""
+        if request.input.cursor(stage) is cursor:
+            request.input.take_due(stage)
             self._sent(request)
-        request.input.has_task = False
 
     def _sent(self, request: Request) -> None:
-        placed = request.replay_state.placement.keys() & request.route.entries.keys()
-        request.input.drop_sent(placed, self._retained, keep=request.on_failure == "replay")
+        if request.on_failure == "fail" or request.input.evicting:
+            placed = request.replay_state.placement.keys() & request.route.entries.keys()
+            request.input.drop_sent(placed, self._retained)
         request.input.recheck()
 
-    def _address(self, request: Request, stage: str) -> Address | None:
-        """Return the replica that a stage's input goes to; None: it died, or has not confirmed a repeated ``Start``."""
-        progress = request.replay_state.stages[stage]
-        if progress.phase is Phase.RESTARTING or progress.address not in self._edges.inputs:
-            return None
-        return progress.address
-
-    async def _send_to(self, request: Request, stage: str) -> None:
-        """Send a stage what its incarnation lacks of the input that has arrived.
-
-        Returns early if the incarnation dies, or has not confirmed a repeated ``Start`` yet: the stage is sent its
-        input from the first piece on when it has. Raises InvalidRequest if a piece cannot be encoded, or is too large.
-        Cancellation: some pieces may be sent.
-        """
-        address, cursor = self._address(request, stage), request.input.cursor(stage)
-        if address is None:
-            return
-        edge = self._edges.inputs[address]
-        await trio.lowlevel.checkpoint()  # here and between pieces, other tasks run
-        while request.input.cursor(stage) is cursor and (due := request.input.next_piece(stage)) is not None:
-            try:
-                size = await edge.send(_encoded(request, cursor, due))
-            except trio.ClosedResourceError:
-                return
-            except ValueError as error:
-                raise InvalidRequest(f"a piece of the input cannot be sent: {error}") from error
-            _count(request, address, cursor, size)
-            await trio.lowlevel.checkpoint()
-
     @trio.lowlevel.enable_ki_protection
-    async def read(self, request: Request, kind: str) -> None:
-        """Read the live input of one kind until it ends or the request does, and close its iterator.
+    async def _read_to_end(self, request: Request, kind: str) -> None:
+        """Run as a task: read the live input of one kind until it ends or the request does, and close its iterator.
 
         An exception of the iterator ends the request with InputFailed, a wrong segment with InvalidRequest. An
         exception that the iterator raises when it is closed after the end of the request is printed on stderr.
@@ -168,7 +254,7 @@ class InputMover:
     async def _read(self, request: Request, kind: str) -> None:
         segments = request.input.segments[kind]
         if request.live_fingerprint is None:
-            request.live_fingerprint = fingerprint_of(request.route, request.input.fixed, request.params)
+            request.live_fingerprint = Fingerprint(request.route, request.input.fixed, request.params)
         try:
             iterator = aiter(segments.source)
         except Exception as error:
@@ -194,7 +280,7 @@ class InputMover:
         assert request.live_fingerprint is not None, "the input is live"
         size = request.live_fingerprint.add(kind, piece)
         self._require_admissible(request)
-        evicted = request.input.append(kind, piece, size + OVERHEAD_BYTES, self._limits, self._retained)
+        evicted = request.input.append(kind, piece, size + OVERHEAD_BYTES, self._retained)
         if evicted is not None:
             request.replay_state.input_evicted = evicted
         self.send(request)

@@ -59,11 +59,9 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.state = State.QUEUED
+        self.ended = False
 
     def advance(self, event: Event) -> None:
         """Apply an event. Raises IllegalTransition; the state is then unchanged."""
         self.state = next_state(TRANSITIONS, self.state, event)
-
-    @property
-    def ended(self) -> bool:
-        return self.state in TERMINAL
+        self.ended = self.state in TERMINAL

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any
 
 import trio
@@ -73,7 +73,7 @@ class Orchestrator:
     ) -> None:
         self._limits, self._on_end = limits, on_end
         trials = Trials()
-        placement = self._placement = Placement(self.load, reserved=trials.running.keys())
+        placement = self._placement = Placement(reserved=trials.running.keys())
         self._deadlines = Deadlines()
         self.readers = Readers(
             limits, deadlines=self._deadlines, replicas=placement.replicas, cut=self._cut, on_close=self._closed
@@ -117,23 +117,23 @@ class Orchestrator:
         self.open_requests: dict[str, Request] = {}
         """The requests that are not closed, by name; the oldest first."""
         self._retry_after = RetryAfterEstimator()
-        self._nursery: trio.Nursery | None = None
 
     @trio.lowlevel.enable_ki_protection
-    async def run(self, replicas: Mapping[messages.Address, Replica], task_status: trio.TaskStatus[None]) -> None:
+    async def run(self, replicas: Iterable[Replica], task_status: trio.TaskStatus[None]) -> None:
         """Serve requests on these replicas until cancelled; then abort the requests that are left."""
-        self._placement.use(replicas)
+        for replica in replicas:
+            self._placement.add(replica)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._deadlines.run, self._expire)
                 nursery.start_soon(self._suspects.run)
                 nursery.start_soon(self._dispatcher.replay_log.run)
-                self._nursery = self._inputs.nursery = nursery
+                self._inputs.nursery = nursery
                 task_status.started()
                 try:
                     await trio.sleep_forever()
                 finally:
-                    self._nursery = self._inputs.nursery = None  # a nursery that closes takes no more tasks
+                    self._inputs.nursery = None  # a nursery that closes takes no more tasks
         finally:
             self.abort_all()
 
@@ -169,12 +169,12 @@ class Orchestrator:
         Raises InvalidRequest (parameters, a name in use), Overloaded, Quarantined, StageAsleep, StageUnavailable, and
         SystemClosed unless ``run`` is running.
         """
-        if self._nursery is None:
+        if self._inputs.nursery is None:
             raise errors.SystemClosed
         encoded_params, now = encode_params(params), time.monotonic()
         self._require_admissible(route, name)
         request = Request(
-            name=name or next(each for each in self._names if each not in self.open_requests),
+            name=name or self._new_name(),
             route=route,
             inputs=inputs,
             params=encoded_params,
@@ -190,12 +190,16 @@ class Orchestrator:
         self._suspects.require_admissible(request)
         if self.in_flight >= self._limits.max_requests and not (self.readers.make_room() or self._displace(request)):
             raise self._overloaded()
-        self._admit(request, self._nursery)
+        self._admit(request)
         return OutputStream(request, self.readers, self.abort)
 
-    def _admit(self, request: Request, nursery: trio.Nursery) -> None:
-        for kind in request.input.segments:
-            nursery.start_soon(self._inputs.read, request, kind)
+    def _new_name(self) -> str:
+        while (name := next(self._names)) in self.open_requests:
+            pass
+        return name
+
+    def _admit(self, request: Request) -> None:
+        self._inputs.admit(request)
         self.open_requests[request.name] = request
         self.readers.admit(request)
         self._dispatcher.admit(request)
@@ -217,9 +221,10 @@ class Orchestrator:
         if name in self.open_requests:
             raise errors.InvalidRequest(f"a request named {name!r} is in flight", param="request_id")
         self.closures.require_open(route)
-        for stage in route.stages:
-            if stage in self.failed_stages:
-                raise self._replays.unavailable(stage)
+        if self.failed_stages:
+            for stage in route.stages:
+                if stage in self.failed_stages:
+                    raise self._replays.unavailable(stage)
         if (congested := self._placement.congested(route.stages)) is not None:
             raise self._overloaded(congested)
 
@@ -238,10 +243,6 @@ class Orchestrator:
         """An estimate of the seconds until a place is free."""
         requests, next_ends_s = self.open_requests.values(), self._placement.next_ends_s()
         return self._retry_after.retry_after_s(requests, time.monotonic(), next_ends_s)
-
-    def load(self, address: messages.Address) -> int:
-        """Return the number of requests placed on a replica."""
-        return self._dispatcher.load(address)
 
     # Pausing
 
@@ -300,7 +301,8 @@ class Orchestrator:
             self._dispatcher.replay_log.add_lost(error)
         self._retry_after.add(request)
         self._dispatcher.remove(request)
-        request.output_wakeup.unpark_all()
+        if request.output_wakeup:
+            request.output_wakeup.unpark_all()
         if isinstance(error, DROPPING_ERRORS):
             self.readers.drop(request)
         else:

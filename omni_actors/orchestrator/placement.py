@@ -11,7 +11,7 @@ Rules
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 import trio
 
@@ -24,23 +24,18 @@ from omni_actors.supervisor.replica import Replica, ReplicaState
 class Placement:
     """The replicas of a pipeline.
 
-    load: returns the number of requests placed on a replica.
     reserved: the replicas that are reserved for trials of suspects.
     """
 
-    def __init__(self, load: Callable[[Address], int], reserved: Collection[Address]) -> None:
-        self._load, self._reserved = load, reserved
+    def __init__(self, reserved: Collection[Address]) -> None:
+        self._reserved = reserved
         self.replicas: dict[Address, Replica] = {}
         self._of_stage = collections.defaultdict[str, list[Replica]](list)
         self._routing: dict[str, StageRouting] = {}
         self.wanted = collections.Counter[str]()
         """How many replicas each stage is to have, standbys aside."""
-
-    def use(self, replicas: Mapping[Address, Replica]) -> None:
-        """Place requests on these replicas from now on. Called once, when the pipeline starts."""
-        for address, replica in replicas.items():
-            self.wanted[address.stage] = replica.stage.replicas
-            self.add(replica)
+        self.loads = collections.Counter[Address]()
+        """How many dispatched requests, which have not ended, each replica holds. ``Dispatcher`` counts them."""
 
     def add(self, replica: Replica) -> None:
         """Place requests on this replica, too, from now on."""
@@ -62,7 +57,7 @@ class Placement:
         return [each for each in self._of_stage[stage] if each.accepts_work]
 
     def _free(self, stage: str) -> list[Replica]:
-        free = [each for each in self.serving(stage) if each.address not in self._reserved]
+        free = [each for each in self._of_stage[stage] if each.accepts_work and each.address not in self._reserved]
         if len(free) > 1:
             free.sort(key=_age)
         return free[: self.wanted[stage]]
@@ -77,7 +72,7 @@ class Placement:
 
         It was a standby, or was loading to become one.
         """
-        if self._load(replica.address) or replica.address in self._reserved:
+        if self.loads[replica.address] or replica.address in self._reserved:
             return False
         before = [
             each
@@ -95,14 +90,16 @@ class Placement:
         worker that gets little CPU time.
         """
         for stage in stages:
-            if any(each.congested for each in self._of_stage[stage]):
-                free = self._free(stage)
-                if free and all(each.congested for each in free):
-                    return stage
+            for replica in self._of_stage[stage]:
+                if replica.congested:
+                    free = self._free(stage)
+                    if free and all(each.congested for each in free):
+                        return stage
+                    break
         return None
 
     def place(
-        self, stages: Iterable[str], affinity: Affinity, trial: Address | None = None
+        self, stages: Collection[str], affinity: Affinity, trial: Address | None = None
     ) -> dict[str, Address] | None:
         """Choose one replica of each stage. Returns None if a stage has no free replica.
 
@@ -112,15 +109,19 @@ class Placement:
         free = {stage: self._free(stage) for stage in stages if trial is None or stage != trial.stage}
         if not all(free.values()):
             return None
-        return {
-            stage: trial
-            if trial is not None and stage == trial.stage
-            else self._routing[stage].choose([self._candidate(each) for each in free[stage]], affinity)
-            for stage in stages
-        }
+        placement = {stage: self._choose(stage, each, affinity) for stage, each in free.items()}
+        if trial is not None and trial.stage in stages:
+            placement[trial.stage] = trial
+        return placement
+
+    def _choose(self, stage: str, free: list[Replica], affinity: Affinity) -> Address:
+        routing = self._routing[stage]
+        if len(free) == 1 and not routing.remembers(affinity):
+            return free[0].address
+        return routing.choose([self._candidate(each) for each in free], affinity)
 
     def _candidate(self, replica: Replica) -> Candidate:
-        return Candidate(replica.address, replica.generation, self._load(replica.address), replica.congested)
+        return Candidate(replica.address, replica.generation, self.loads[replica.address], replica.congested)
 
     def _staying(self, stage: str) -> list[Replica]:
         return [each for each in self._of_stage[stage] if not each.leaving]

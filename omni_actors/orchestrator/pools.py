@@ -34,15 +34,13 @@ class Pools:
         self._dispatcher, self._suspects, self._placement = dispatcher, suspects, dispatcher.placement
         self._failed_stages = failed_stages
         self.is_standby = self._placement.is_standby
-        self.wait_unused = dispatcher.wait_unused
-
-    def wanted(self, stage: str) -> int:
-        """Return how many replicas a stage is to have, standbys aside."""
-        return self._placement.wanted[stage]
-
-    def all_wanted(self) -> Mapping[str, int]:
-        """Return how many replicas each stage is to have, standbys aside."""
-        return self._placement.wanted
+        self.wait_unused, self.unplaced = dispatcher.wait_unused, dispatcher.unplaced
+        self.arrived: Mapping[str, int] = dispatcher.arrived
+        """How many requests that use each stage have been admitted so far."""
+        self.wanted: Mapping[str, int] = self._placement.wanted
+        """How many replicas each stage is to have, standbys aside."""
+        self.loads: Mapping[Address, int] = self._placement.loads
+        """How many requests each replica holds; 0 for any other address."""
 
     def replicas(self, stage: str) -> list[Replica]:
         """Return the replicas of a stage, standbys and those that are being removed included."""
@@ -101,7 +99,7 @@ class Pools:
                 each.accepts_work,
                 not self.is_standby(each),
                 address in reserved,
-                self._dispatcher.load(address),
+                self.loads[address],
                 -address.replica,
             )
 
@@ -109,7 +107,7 @@ class Pools:
 
     def starved(self, starting: Collection[str] = ()) -> set[str]:
         """Return the stages that have no replica, that requests wait for, and that are not among ``starting``."""
-        empty = {stage for stage, replicas in self.all_wanted().items() if not replicas}.difference(starting)
+        empty = {stage for stage, replicas in self.wanted.items() if not replicas}.difference(starting)
         if not empty or self._dispatcher.dispatch_paused:  # it is asked for each request that begins to wait
             return set()
         return {stage for each in self._dispatcher.running() for stage in each.replay_state.waiting if stage in empty}
@@ -121,24 +119,8 @@ class Pools:
             if stage in each.replay_state.waiting and not each.lifecycle.ended:
                 self._end(each, Event.FAIL, TemporarilyRefused(reason, code="cannot_start"))
 
-    def arrived(self, stage: str) -> int:
-        """Return how many requests that use a stage have been admitted so far."""
-        return self._dispatcher.arrived[stage]
-
     def unfinished_since(self, stage: str) -> list[float]:
         """Return when the requests that a stage has not finished were submitted, on trio's clock, in order."""
         requests = self._dispatcher.using([stage])
         unfinished = [each for each in requests if each.replay_state.stages[stage].phase not in _DONE]
         return sorted(each.expires - each.deadline_s for each in unfinished)
-
-    async def wait_unplaced(self) -> None:
-        """Wait until a request begins to wait for a replica."""
-        await self._dispatcher.unplaced.park()
-
-    def look_again(self) -> None:
-        """End ``wait_unplaced``."""
-        self._dispatcher.unplaced.unpark_all()
-
-    def load(self, address: Address) -> int:
-        """Return the number of requests placed on a replica."""
-        return self._dispatcher.load(address)

@@ -71,7 +71,7 @@ class Readers:
         """Charge a piece of output and queue it for the reader. This may cut requests, including this one."""
         request.pieces.append(piece)
         self._apply(request, self.unread.arrive(request.account, piece.nbytes, trio.current_time()))
-        if request.readable:
+        if request.output_wakeup and request.readable:
             request.output_wakeup.unpark_all()
         if request.account.charged > self._limits.output_bytes:
             self._cut(request, self.slow_consumer(request, "output_bytes"))
@@ -80,7 +80,7 @@ class Readers:
             self._cut(victim, self.slow_consumer(victim, "unread_bytes"))
 
     def started(self, request: Request, stage: str) -> None:
-        """Handle that ``Start`` was posted to a stage: there the request is not paused, whatever was posted before."""
+        """Handle that a stage was sent a repeated ``Start``: it is not paused there, whatever was posted before."""
         request.paused_stages.discard(stage)
         self._pace_stages(request)
 
@@ -131,7 +131,8 @@ class Readers:
             RequestError: The error that ended the request, after the pieces before it.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
-        self._apply(request, self.unread.ask(request.account, trio.current_time()))
+        if request.account.undelivered or request.account.paused:
+            self._apply(request, self.unread.ask(request.account, trio.current_time()))
         while not request.readable:
             if request.error is not None:
                 request.raise_error()
@@ -170,7 +171,8 @@ class Readers:
             self._pace_stages(self._requests[account])
         if request.account.paused:
             self._pace_stages(request)  # a congested worker may have caught up
-        self._watch_rate(request)
+        if request.account.sending:
+            self._watch_rate(request)
         if request.closed and request.account in self._requests:
             del self._requests[request.account]
             self._deadlines.remove(request)

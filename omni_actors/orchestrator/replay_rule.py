@@ -158,10 +158,9 @@ def idle_stages(state: ReplayState) -> Set[str]:
 
 @dataclass
 class _Survey:
-    """The stages whose output is needed, those that start again, and those whose output is in use."""
+    """The stages whose output is needed, and those whose output is in use."""
 
     needed: set[str] = field(default_factory=set)
-    restarts: set[str] = field(default_factory=set)
     in_use: set[str] = field(default_factory=set)
     """The client has some of the output, or of what was computed from it, or a living stage may still send that."""
 
@@ -178,9 +177,7 @@ def _survey(state: ReplayState) -> _Survey:
         consumed = any(each in survey.in_use or _sends(state, survey, each) for each in consumers)
         if stage.output in (ClientOutput.SOME, ClientOutput.ALL) or consumed:
             survey.in_use.add(name)
-        if needed and not stage.held:
-            survey.restarts.add(name)
-        elif not needed or stage.phase is Phase.FINISHED:
+        if not needed or stage.phase is Phase.FINISHED:
             done.add(name)
     return survey
 
@@ -188,11 +185,12 @@ def _survey(state: ReplayState) -> _Survey:
 def _starting_again(state: ReplayState, survey: _Survey, recoverable: Set[str]) -> set[str]:
     """Return the stages that start again, from the last one up, by the table of the module.
 
-    To those in ``survey`` come two kinds. A living stage whose outputs were evicted is computed again if the one stage
-    that it feeds lacks all of them: that starts again, or did and these could not be sent to it (a failed part). And a
-    dead stage that had finished its part is needed once more by a stage that it feeds and that is computed again.
+    To the dead stages whose output is needed come two kinds. A living stage whose outputs were evicted is computed
+    again if the one stage that it feeds lacks all of them: that starts again, or did and these could not be sent to it
+    (a failed part). And a dead stage that had finished its part is needed once more by a stage that it feeds and that
+    is computed again.
     """
-    found = set(survey.restarts)
+    found = {name for name in survey.needed if not state.stages[name].held}
     for name in reversed(state.route.stages):
         stage, consumers = state.stages[name], state.route.targets[name]
         if not stage.held:

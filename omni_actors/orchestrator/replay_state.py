@@ -13,7 +13,7 @@ Rule 3: an event that a phase does not accept raises IllegalTransition and leave
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from omni_actors.orchestrator.routes import Route
@@ -77,7 +77,7 @@ class ClientOutput(enum.Enum):
 _OPEN = (ClientOutput.NONE, ClientOutput.SOME)
 
 
-@dataclass
+@dataclass(slots=True)
 class StageState:
     """One stage's part in a request. All but ``phase`` and ``output`` belong to the incarnation that holds it."""
 
@@ -115,8 +115,10 @@ class ReplayState:
         """The stages that were given up alive, because their outputs were evicted, to compute them again."""
         self.input_evicted: str | None = None
         """Why the parent cannot send the client's input again; None while it can."""
+        self.open_outputs = {stage for stage in route.stages if CLIENT in route.targets[stage]}
+        """The stages of which the client still waits for output."""
         self.stages = {
-            stage: StageState(output=ClientOutput.NONE if CLIENT in route.targets[stage] else ClientOutput.NOT_WANTED)
+            stage: StageState(output=ClientOutput.NONE if stage in self.open_outputs else ClientOutput.NOT_WANTED)
             for stage in route.stages
         }
 
@@ -132,40 +134,42 @@ class ReplayState:
 
     def started(self, stage: str) -> None:
         """The replica has confirmed the repeated ``Start``."""
-        self._advance(StageEvent.STARTED, [stage])
+        self._advance(StageEvent.STARTED, stage)
 
     def input_complete(self, stage: str, source: str) -> None:
         """The incarnation has the last chunk of ``source``."""
-        self._advance(StageEvent.INPUT_COMPLETE, [stage])
+        self._advance(StageEvent.INPUT_COMPLETE, stage)
         self.stages[stage].inputs_complete |= {source}
 
     def unreplayable(self, stage: str, reason: str, *, failed: bool, recomputable: bool = True) -> None:
         """The incarnation cannot send its outputs again. failed: a replay has just asked it to."""
-        self._advance(StageEvent.UNREPLAYABLE, [stage])
+        self._advance(StageEvent.UNREPLAYABLE, stage)
         self.stages[stage].evicted, self.stages[stage].recomputable = reason, recomputable
         if failed:
             self.stages[stage].replay_failure = reason
 
     def finished(self, stage: str) -> None:
         """The stage has sent its last chunk."""
-        self._advance(StageEvent.FINISH, [stage])
+        self._advance(StageEvent.FINISH, stage)
 
     def lost(self, stage: str) -> None:
         """The worker died or dropped the request: the facts about its incarnation no longer apply."""
-        self._advance(StageEvent.LOSE, [stage])
+        self._advance(StageEvent.LOSE, stage)
         before = self.stages[stage]
         self.stages[stage] = StageState(before.phase, before.output)
 
     def wait_for(self, stages: Iterable[str]) -> None:
         """Let exactly these stages, whose workers died, wait to start again."""
         waiting, needed = set(self.waiting), set(stages)
-        self._advance(StageEvent.NEED, needed - waiting)
-        self._advance(StageEvent.FORGO, waiting - needed)
+        self._advance_all(StageEvent.NEED, needed - waiting)
+        self._advance_all(StageEvent.FORGO, waiting - needed)
 
     def output_arrived(self, stage: str, *, last: bool) -> None:
         """The client's side has received a new chunk of the stage."""
         assert self.stages[stage].output_open, "the client waits for no output of the stage"
         self.stages[stage].output = ClientOutput.ALL if last else ClientOutput.SOME
+        if last:
+            self.open_outputs.discard(stage)
 
     # Reading
 
@@ -177,12 +181,8 @@ class ReplayState:
     @property
     def waiting(self) -> tuple[str, ...]:
         """The stages that wait for a replica, for their first start or to start again; in topological order."""
-        return tuple(name for name, stage in self.stages.items() if stage.phase in (Phase.QUEUED, Phase.WAITING))
-
-    @property
-    def open_outputs(self) -> set[str]:
-        """The stages of which the client still waits for output."""
-        return {name for name, stage in self.stages.items() if stage.output in _OPEN}
+        waiting = (Phase.QUEUED, Phase.WAITING)
+        return tuple([name for name, stage in self.stages.items() if stage.phase in waiting])
 
     def is_held_by(self, address: Address) -> bool:
         stage = self.stages.get(address.stage)
@@ -196,22 +196,28 @@ class ReplayState:
         """Whether ``event`` is a legal transition of ``stage`` now."""
         return event in TRANSITIONS[self.stages[stage].phase]
 
-    def is_complete(self, waived: Iterable[str] = ()) -> bool:
+    def is_complete(self, waived: Collection[str] = ()) -> bool:
         """Whether the client has all outputs, and every living stage has finished, ``waived`` ones aside."""
-        waived = set(waived)
-        return not self.open_outputs and all(
-            not stage.held or stage.phase is Phase.FINISHED or name in waived for name, stage in self.stages.items()
-        )
+        if self.open_outputs:
+            return False
+        for name, stage in self.stages.items():
+            if stage.address is not None and stage.phase is not Phase.FINISHED and name not in waived:
+                return False
+        return True
 
     # Inside
 
     def _place(self, event: StageEvent, placement: Mapping[str, Address], *, restarted: bool) -> None:
-        self._advance(event, placement)
+        self._advance_all(event, placement)
         for name, address in placement.items():
             self.stages[name].address, self.stages[name].restarted = address, restarted
 
-    def _advance(self, event: StageEvent, stages: Iterable[str]) -> None:
+    def _advance(self, event: StageEvent, stage: str) -> None:
+        state = self.stages[stage]
+        state.phase = next_state(TRANSITIONS, state.phase, event)
+
+    def _advance_all(self, event: StageEvent, stages: Collection[str]) -> None:
         """Apply an event to all of ``stages`` or, if one of them does not accept it, to none."""
-        phases = {stage: next_state(TRANSITIONS, self.stages[stage].phase, event) for stage in stages}
-        for stage, phase in phases.items():
+        phases = [next_state(TRANSITIONS, self.stages[stage].phase, event) for stage in stages]
+        for stage, phase in zip(stages, phases, strict=True):
             self.stages[stage].phase = phase

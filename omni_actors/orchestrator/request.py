@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import functools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -33,7 +32,7 @@ OnFailure: TypeAlias = Literal["replay", "fail"]
 ON_FAILURE = get_args(OnFailure)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Loss:
     """The death of one worker that held a request. Times are CLOCK_MONOTONIC, but for ``noticed``.
 
@@ -53,7 +52,7 @@ class Loss:
     """When the client's side received the next new output of the stage."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Deaths:
     """The deaths of workers that held one request, and how they count against it (see ``trials``)."""
 
@@ -61,7 +60,7 @@ class Deaths:
     """All of them, the earliest first."""
     to_charge: set[str] = field(default_factory=set)
     """The stages whose deaths count against ``limits.replays`` with the next replay."""
-    charged: collections.Counter[str] = field(default_factory=collections.Counter)
+    charged: dict[str, int] = field(default_factory=dict)
     """Charged replays by stage, since the client last got a new output of a stage that had started again, or is fed by
     one. Each stage is counted by itself, because several workers may die of one cause, one noticed after the other."""
     suspected: int = 0
@@ -80,7 +79,7 @@ class Deaths:
 
     def charges(self) -> dict[str, int]:
         """Return the charged replays of each stage in ``to_charge``."""
-        return {stage: self.charged[stage] for stage in self.to_charge}
+        return {stage: self.charged.get(stage, 0) for stage in self.to_charge}
 
     def cause(self, stages: Collection[str]) -> Loss:
         """Return the death because of which ``stages`` start again.
@@ -97,7 +96,8 @@ class Deaths:
             if loss.restarted is None and loss.crash.stage in stages:
                 loss.restarted = time.monotonic()
         self.unproven.update(stages)
-        self.charged.update(self.to_charge.intersection(stages))
+        for stage in self.to_charge.intersection(stages):
+            self.charged[stage] = self.charged.get(stage, 0) + 1
         self.to_charge.difference_update(stages)
 
     def started(self, stage: str) -> None:
@@ -132,7 +132,7 @@ class Deaths:
         return StageCrashed(*where, died.exit, not_replayed=reason, retryable=retryable)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """The orchestrator's record of one request."""
 
@@ -157,6 +157,8 @@ class Request:
     """The deadline, on trio's clock."""
     number: int | None = None
     """Given at dispatch; larger than all numbers before."""
+    affinity: Affinity = field(init=False)
+    """What relates the request to earlier ones, for the choice of its replicas."""
     dispatched: float | None = None
     """When the request was first dispatched; CLOCK_MONOTONIC."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
@@ -168,6 +170,8 @@ class Request:
     """A request that may be replayed keeps it until it ends."""
     live_fingerprint: Fingerprint | None = None
     """The fingerprint of a request with live input; it covers what has arrived."""
+    first_fingerprint: str | None = None
+    """``fingerprint``, once it was asked for."""
 
     # Output
 
@@ -216,21 +220,18 @@ class Request:
 
     def __post_init__(self, inputs: Inputs) -> None:
         self.input = RequestInput(inputs, self.route.entries)
+        self.affinity = Affinity(self.session, self.input)
         self.replay_state = ReplayState(self.route)
 
-    @functools.cached_property
-    def affinity(self) -> Affinity:
-        """What relates the request to earlier ones, for the choice of its replicas."""
-        request_input = self.input  # not self, which this would keep alive until the next garbage collection
-        return Affinity(self.session, lambda: request_input.fixed)
-
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """See ``fingerprint``. A request without input, or whose input cannot be encoded, equals no other.
 
         It covers the live input that has arrived when it is first asked for, so that it does not change in a trial.
         """
-        return self.known_fingerprint or self.name
+        if self.first_fingerprint is None:
+            self.first_fingerprint = self.known_fingerprint or self.name
+        return self.first_fingerprint
 
     @property
     def known_fingerprint(self) -> str | None:

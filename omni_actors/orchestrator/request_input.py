@@ -14,8 +14,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -30,12 +29,13 @@ _END_PIECE = Input({})
 
 @dataclass
 class RetainedInput:
-    """The live input that all requests retain, in bytes."""
+    """The live input that all requests retain, in bytes, and the bounds of what is retained."""
 
+    limits: Limits
     nbytes: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Cursor:
     """How far one incarnation was sent the input."""
 
@@ -55,47 +55,56 @@ class RequestInput:
 
     def __init__(self, inputs: Inputs, entries: Mapping[str, Sequence[str]]) -> None:
         self._entries = entries
-        self.segments = {kind: given for kind, given in inputs.items() if isinstance(given, Segments)}
+        self.segments: dict[str, Segments] = {}
         """The live input, by kind."""
-        self.fixed = {kind: given.first if isinstance(given, Segments) else given for kind, given in inputs.items()}
+        self.fixed: dict[str, Sequence[Input]] = {}
         """The pieces that are there from the beginning, by kind; empty when they are not needed any more."""
+        for kind, given in inputs.items():
+            if isinstance(given, Segments):
+                self.segments[kind], self.fixed[kind] = given, given.first
+            else:
+                self.fixed[kind] = given
         self._log = [(kind, piece, 0) for kind in sorted(self.fixed) for piece in self.fixed[kind]]
         """Kind, piece, and the bytes that are retained of it: 0 if the caller has it anyway."""
-        self._counts = {kind: len(pieces) for kind, pieces in self.fixed.items()}
+        self._counts: dict[str, int] = {}
+        """How many pieces are for each stage from the beginning."""
+        self._cursors: dict[str, Cursor] = {}
+        for stage, kinds in entries.items():
+            self._counts[stage] = sum([len(self.fixed.get(kind, ())) for kind in kinds])
+            self._cursors[stage] = Cursor()
         self._dropped = 0
         """The number of pieces that were at the beginning of ``_log`` and are not kept any more."""
         self._arriving = set(self.segments)
         """The kinds of live input that have not ended."""
         self.live_arrived = False
         """Whether some live input has arrived."""
-        self._cursors = {stage: Cursor() for stage in entries}
         self._retained = 0
         """The sum of the bytes in ``_log``."""
-        self._evicting = False
+        self.evicting = False
+        """Whether pieces of live input are not kept for a replay, because of a bound."""
         self._due = dict[str, None]()
         """The stages that may lack pieces that have arrived."""
-        self._sending: trio.CancelScope | None = None
-        self.has_task = False
-        """Whether a task sends the pieces to the stages that are due."""
         self._reading = {kind: trio.CancelScope() for kind in self.segments}
-        self._sent = trio.lowlevel.ParkingLot()
+        self._sent = trio.lowlevel.ParkingLot() if self.segments else None
+        """Where ``wait_sent`` waits; None without live input, which alone is waited for."""
 
     # Arrival
 
-    def append(self, kind: str, piece: Input, size: int, limits: Limits, all_retained: RetainedInput) -> str | None:
+    def append(self, kind: str, piece: Input, size: int, all_retained: RetainedInput) -> str | None:
         """Add a piece of live input that has arrived. size: in bytes. Return why input is evicted, if that begins."""
         self.live_arrived = True
         self._log.append((kind, piece, size))
         self._retained += size
         all_retained.nbytes += size
         self.make_due(stage for stage, kinds in self._entries.items() if kind in kinds)
-        if self._evicting:
+        limits = all_retained.limits
+        if self.evicting:
             return None
         if self._retained > limits.retain_bytes:
-            self._evicting = True
+            self.evicting = True
             return f"more than {limits.retain_bytes} bytes of its input have arrived (limits.retain_bytes)"
         if all_retained.nbytes > limits.worker_retain_bytes:
-            self._evicting = True
+            self.evicting = True
             return f"the input of all requests exceeds {limits.worker_retain_bytes} bytes (limits.worker_retain_bytes)"
         return None
 
@@ -106,11 +115,9 @@ class RequestInput:
             self._log.append((_END, _END_PIECE, 0))
             self.make_due(stage for stage in self._entries if self._is_live(stage))
 
-    @contextmanager
-    def reading(self, kind: str) -> Iterator[None]:
-        """Surround the reading of live input. ``close`` cancels it."""
-        with self._reading[kind]:
-            yield
+    def reading(self, kind: str) -> trio.CancelScope:
+        """Return what surrounds the reading of live input. ``close`` cancels it."""
+        return self._reading[kind]
 
     # Sending
 
@@ -125,22 +132,12 @@ class RequestInput:
 
     @property
     def due(self) -> Sequence[str]:
-        """The stages that may lack pieces, in the order in which they are to be sent them."""
+        """The stages that may lack pieces."""
         return tuple(self._due)
 
     def take_due(self, stage: str) -> None:
-        """Take a stage off ``due``."""
-        del self._due[stage]
-
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Surround the sending to a stage. ``close`` cancels it."""
-        try:
-            with trio.CancelScope() as self._sending:
-                yield
-        finally:
-            self._sending = None
-            self.recheck()
+        """Take a stage off ``due``, if it is there."""
+        self._due.pop(stage, None)
 
     def cursor(self, stage: str) -> Cursor:
         """Return how far the stage's incarnation was sent the input. Another one begins when the stage starts again."""
@@ -153,7 +150,7 @@ class RequestInput:
         while 0 <= (index := cursor.position - self._dropped) < len(self._log):
             kind, piece, _ = self._log[index]
             if kind in kinds:
-                return piece, not is_live and cursor.sent + 1 == sum(self._counts.get(each, 0) for each in kinds)
+                return piece, not is_live and cursor.sent + 1 == self._counts[stage]
             if kind == _END and is_live:
                 return piece, True
             cursor.position += 1
@@ -162,22 +159,22 @@ class RequestInput:
     @property
     def all_sent(self) -> bool:
         """Whether no stage is being sent pieces, or is to be."""
-        return not self._due and self._sending is None
+        return not self._due
 
     async def wait_sent(self) -> None:
         """Wait until something was sent, or ``recheck`` was called."""
+        assert self._sent is not None, "some input is live"
         await self._sent.park()
 
     def recheck(self) -> None:
         """Let those that ``wait_sent`` look again: another stage may need input now, or a stage may need it no more."""
-        self._sent.unpark_all()
+        if self._sent:
+            self._sent.unpark_all()
 
     # Memory
 
-    def drop_sent(self, stages: Iterable[str], all_retained: RetainedInput, *, keep: bool) -> None:
-        """Drop the pieces that each of ``stages`` was sent, unless they are kept for a replay and not evicted."""
-        if keep and not self._evicting:
-            return
+    def drop_sent(self, stages: Iterable[str], all_retained: RetainedInput) -> None:
+        """Drop the pieces that each of ``stages`` was sent."""
         least = min((self._cursors[stage].position for stage in stages), default=0)
         if least > self._dropped:
             self._drop(least - self._dropped, all_retained)
@@ -187,8 +184,6 @@ class RequestInput:
         self._due.clear()
         self._drop(len(self._log), all_retained)
         self.fixed = {}
-        if self._sending is not None:
-            self._sending.cancel()
         for scope in self._reading.values():
             scope.cancel()
 
@@ -202,4 +197,4 @@ class RequestInput:
             self.fixed = {}
 
     def _is_live(self, stage: str) -> bool:
-        return any(kind in self.segments for kind in self._entries[stage])
+        return bool(self.segments) and any(kind in self.segments for kind in self._entries[stage])

@@ -18,7 +18,7 @@ import functools
 import hashlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ import msgspec
 
 from omni_actors.config import RoutingPolicy
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.request_input import RequestInput
 from omni_actors.protocol.messages import Address
 
 SLACK = 4
@@ -77,10 +78,10 @@ def preferred(candidates: Sequence[Candidate], holder: Holder | None, *, same_li
 
 
 class Affinity:
-    """What relates a request to earlier ones. inputs: returns the pieces of its input, by kind."""
+    """What relates a request to earlier ones. given: the request's input."""
 
-    def __init__(self, session: str | None, inputs: Callable[[], Mapping[str, Sequence[Input]]]) -> None:
-        self.session, self._inputs = session, inputs
+    def __init__(self, session: str | None, given: RequestInput) -> None:
+        self.session, self._input = session, given
 
     @functools.cached_property
     def prefixes(self) -> tuple[bytes, ...]:
@@ -90,7 +91,7 @@ class Affinity:
         """
         found = list[bytes]()
         with suppress(AttributeError, ArithmeticError, BufferError, RuntimeError, TypeError, ValueError):
-            found.extend(prefix_hashes(self._inputs()))
+            found.extend(prefix_hashes(self._input.fixed))
         return tuple(found)
 
 
@@ -101,6 +102,10 @@ class StageRouting:
         self._policy, self._last = policy, -1
         self._sessions: OrderedDict[str, Holder] = OrderedDict()
         self._prefixes: OrderedDict[bytes, Holder] = OrderedDict()
+
+    def remembers(self, affinity: Affinity) -> bool:
+        """Return whether the choice for such a request is remembered, so that it has to be made even among one."""
+        return self._policy != "least_outstanding" or affinity.session is not None
 
     def choose(self, candidates: Sequence[Candidate], affinity: Affinity) -> Address:
         """Choose one of ``candidates``, of which there is one at least, and remember the choice."""

@@ -58,20 +58,16 @@ class Suspects:
         if self._quarantine and (known := request.known_fingerprint) is not None:
             self._quarantine.check(known, trio.current_time())
 
-    def join(self, request: Request) -> bool:
-        """Add a new request to the suspects if its fingerprint is that of one. Return whether it waits for a trial.
+    def join(self, request: Request) -> None:
+        """Add a new request to the suspects if its fingerprint is that of one: it then waits for a trial.
 
         A request with live input does not: no part of that has arrived.
         """
-        if request.input.segments:
-            return False
-        if self._trials and self._trials.join(request):
-            return True
-        if not self._quarantine or (known := self._quarantine.pop(request.fingerprint)) is None:
-            return False
-        self._trials.add_known_culprit(request, known.stage, known.deaths or 0, trio.current_time())
-        self.advance()
-        return True
+        if request.input.segments or (self._trials and self._trials.join(request)):
+            return
+        if self._quarantine and (known := self._quarantine.pop(request.fingerprint)) is not None:
+            self._trials.add_known_culprit(request, known.stage, known.deaths or 0, trio.current_time())
+            self.advance()
 
     # Events.
 

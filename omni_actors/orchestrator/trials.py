@@ -195,7 +195,7 @@ class Trials:
             for each in suspects:
                 each.deaths.to_charge.add(address.stage)
                 charged = each.deaths.charged
-                charged[address.stage] = max(charged[address.stage], each.deaths.suspected - 1)
+                charged[address.stage] = max(charged.get(address.stage, 0), each.deaths.suspected - 1)
         return not known
 
     def return_replica(self, address: Address | None) -> None:

@@ -42,7 +42,7 @@ whole: the reader collects the whole answer before it passes anything to a conne
 """
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Account:
     """The output of one request that its client does not have yet.
 
@@ -194,19 +194,22 @@ class Unread:
 
         It looks at the other accounts only when pressure begins or ends.
         """
-        if account.charged > SMALL_BYTES and account.reader == "whole" and not account.ended:
-            self._large_answers[account] = None
+        if account.reader == "whole" and not account.ended:
+            _keep_if_large(self._large_answers, account)
         else:
             self._large_answers.pop(account, None)
         pressed = self.total > (self._limit_bytes // 4 if self._under_pressure else self._limit_bytes // 2)
         running = next(iter(self._large_answers), None) if pressed else None
+        concerned = [account]
         if pressed != self._under_pressure:
-            affected = list(self._accounts)
-        else:
-            affected = [each for each in dict.fromkeys((account, self._running, running)) if each in self._accounts]
+            concerned = list(self._accounts)
+        elif pressed:
+            concerned = [each for each in dict.fromkeys((account, self._running, running)) if each is not None]
         self._under_pressure, self._running = pressed, running
         changed = []
-        for each in affected:
+        for each in concerned:
+            if each not in self._accounts:
+                continue
             paused = self._should_pause(each)
             if paused != each.paused:
                 each.paused = paused
@@ -221,15 +224,14 @@ class Unread:
 
     def _file(self, account: Account) -> None:
         """Keep ``_waiting`` and ``_places`` true after a change of an account."""
-        is_large = account.charged > SMALL_BYTES
-        for belongs, accounts in (
-            (is_large and account.waiting_since is not None, self._waiting),
-            (is_large and account.ended, self._places),
-        ):
-            if belongs:
-                accounts[account] = None
-            else:
-                accounts.pop(account, None)
+        if account.waiting_since is not None:
+            _keep_if_large(self._waiting, account)
+        else:
+            self._waiting.pop(account, None)
+        if account.ended:
+            _keep_if_large(self._places, account)
+        else:
+            self._places.pop(account, None)
 
     def _should_pause(self, account: Account) -> bool:
         if account.reader == "caller":
@@ -238,3 +240,10 @@ class Unread:
             return self._under_pressure and account is not self._running and account.charged > SMALL_BYTES
         limit = min(self._window_bytes, SMALL_BYTES) if self._under_pressure else self._window_bytes
         return account.charged > (limit // 2 if account.paused else limit)
+
+
+def _keep_if_large(accounts: dict[Account, None], account: Account) -> None:
+    if account.charged > SMALL_BYTES:
+        accounts[account] = None
+    else:
+        accounts.pop(account, None)

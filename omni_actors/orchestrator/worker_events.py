@@ -71,7 +71,7 @@ class WorkerEvents:
         return self._suspects.worker_died(address, exit, failed_request)
 
     def on_worker_lost(self, address: messages.Address, generation: int, exit: errors.WorkerExit, at: float) -> int:
-        load = self._dispatcher.load(address)
+        load = self._dispatcher.placement.loads[address]
         self._replays.worker_lost(address, generation, exit, at)
         return load
 
@@ -90,6 +90,11 @@ class WorkerEvents:
             what = f"{type(message).__name__} for request {message.request}"
             raise ProtocolViolation(f"{what}, which is {phase.value} in stage {stage!r}")
         match message:
+            case messages.Finished(stats=stats):
+                request.replay_state.finished(stage)
+                request.stats[stage] = stats
+                self._suspects.stage_finished(request, stage)
+                self._replays.progressed(request)
             case messages.Started():
                 self._dispatcher.confirm_restart(request, address)
             case messages.JournalPart(decided=decided):
@@ -102,11 +107,6 @@ class WorkerEvents:
                 self._dispatcher.start_again(request)
             case messages.InputComplete(source=source):
                 request.replay_state.input_complete(stage, source)
-                self._replays.progressed(request)
-            case messages.Finished(stats=stats):
-                request.replay_state.finished(stage)
-                request.stats[stage] = stats
-                self._suspects.stage_finished(request, stage)
                 self._replays.progressed(request)
             case messages.Refused():
                 refusal = error_of(message, self._retry_after_s)
@@ -132,7 +132,8 @@ class WorkerEvents:
             return
         if header.decisions is not None and not request.replay_state.is_held_by(address):
             return  # another incarnation goes on from what arrived before
-        request.resumption.add(header.all_decided)
+        if header.decisions is not None or header.upstream:
+            request.resumption.add(header.all_decided)
         try:
             if not request.chunk_sequences[stage].accept(header, tensors):
                 return

@@ -10,6 +10,7 @@ stages upstream (``upstream``) may differ. A chunk of a resumable stage carries 
 
 from __future__ import annotations
 
+import functools
 import zlib
 from array import array
 from collections.abc import Mapping
@@ -25,9 +26,11 @@ from ringbuf import Deferred, SendBuffer, Tensor
 Encoded: TypeAlias = "list[SendBuffer]"
 """The buffers that are a chunk, one after the other."""
 
-DIGEST_BYTES = 4096
-"""How many bytes of each end of a tensor, and about as many in between, the digest of a chunk covers. A digest of all
-bytes of a large chunk would take as long as a dozen copies of it."""
+DIGEST_BYTES, RUN_BYTES = 4096, 16
+"""How many bytes of each end of a tensor, and as many in between, the digest of a chunk covers; and the length of the
+runs of those in between. A digest of all bytes of a large chunk would take as long as a dozen copies of it. Single
+bytes in place of runs, each on a cache line of its own, took two thirds of a copy of 1 MiB."""
+RUNS = DIGEST_BYTES // RUN_BYTES
 
 
 class ArenaName(msgspec.Struct, frozen=True, array_like=True):
@@ -113,6 +116,8 @@ def decode(data: memoryview) -> tuple[ChunkHeader, dict[str, Tensor]]:
 class ChunkSequence:
     """Accepts the chunks of one request from one source: each once, in order."""
 
+    __slots__ = ("_digests", "_request", "_source", "complete")
+
     def __init__(self, request: int, source: str) -> None:
         self._request, self._source = request, source
         self._digests = array("I")
@@ -133,7 +138,7 @@ class ChunkSequence:
         """
         if self.complete:
             return False
-        seq, due = header.seq, self.received
+        seq, due = header.seq, len(self._digests)
         if not 0 <= seq <= due:
             raise ChunkCorrupted(
                 f"request {self._request} from {self._source}: received chunk {seq}, expected chunk {due}"
@@ -153,8 +158,20 @@ def _digest(header: ChunkHeader, tensors: Mapping[str, Tensor]) -> int:
     digest = zlib.crc32(msgspec.msgpack.encode((header.last, header.data, shapes)))
     for tensor in tensors.values():
         data = tensor.data
-        digest = zlib.crc32(data[-DIGEST_BYTES:], zlib.crc32(data[:DIGEST_BYTES], digest))
         if len(data) > 2 * DIGEST_BYTES:
-            step = len(data) // DIGEST_BYTES | 1  # an odd step covers every byte position of the items
-            digest = zlib.crc32(np.frombuffer(data, np.uint8)[::step].tobytes(), digest)
+            count = len(data) // RUN_BYTES
+            runs = np.frombuffer(data, np.uint8, count * RUN_BYTES).reshape(count, RUN_BYTES)
+            between = runs[_places(count)].tobytes()
+            data = memoryview(b"".join((data[:DIGEST_BYTES], between, data[-DIGEST_BYTES:])))
+        digest = zlib.crc32(data, digest)
     return digest
+
+
+@functools.lru_cache(maxsize=64)
+def _places(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return which of ``count`` runs a digest covers: a random one of each of ``RUNS`` equal parts, always the same.
+
+    Runs at equal distances could all lie in the same columns of a picture.
+    """
+    within = np.random.default_rng(0).random(RUNS)
+    return ((np.arange(RUNS) + within) * count / RUNS).astype(np.int64)

@@ -1,4 +1,4 @@
-"""A control socket as two bounded trio memory channels.
+"""A control socket as a bounded queue of messages to send, and a bounded trio memory channel of received ones.
 
 Rules
 1. A packet contains whole messages (SOCK_SEQPACKET), and b"" is read exactly when the peer is gone. Descriptors in a
@@ -10,9 +10,8 @@ Rules
 5. The connection outlives the cancellation of its block, so that the last messages of a cancelled owner are still sent.
 6. Messages that are posted in one turn of the event loop are sent in the next turn, as one packet if they fit. By then
    the input of the same requests is in the rings, so their first steps are batched.
-7. A message that need not wake the peer is written at once, if nothing waits before it. The peer sleeps on ``bell``,
-   not on the socket, and reads the message when it wakes for something else. A wake-up costs ten times as much as the
-   message.
+7. The peer sleeps on ``bell``, not on the socket. The bell is rung for messages that are to wake the peer; it reads the
+   others when it wakes for something else. A wake-up costs ten times as much as the message.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from itertools import chain
@@ -52,13 +52,11 @@ class Mailbox:
 
     def __init__(self, sock: socket.socket, capacity: int, bell: int | None) -> None:
         self._sock, self._capacity, self._bell = sock, capacity, bell
-        self._out_send, self._out_receive = trio.open_memory_channel[Encoded](capacity)
-        self.waiting = 0
-        """How many messages were posted and not yet taken by the writer."""
+        self._posted = deque[Encoded]()
+        """The messages that the writer has not taken yet."""
+        self._writer = trio.lowlevel.ParkingLot()
         self.on_taken: Callable[[], None] = lambda: None
         """Called when the writer has taken a message."""
-        self._writing = False
-        """Whether the writer has taken messages and not written them yet."""
         self._wakes = False
         """Whether a message that is not written yet is to wake the peer."""
         self._in_send, self.incoming = trio.open_memory_channel[Envelope](capacity)
@@ -70,9 +68,14 @@ class Mailbox:
         self._open = trio.CancelScope(shield=True)
 
     @property
+    def waiting(self) -> int:
+        """How many messages were posted and not yet taken by the writer."""
+        return len(self._posted)
+
+    @property
     def congested(self) -> bool:
         """Whether half of the capacity is used: the peer has stopped reading, or reads too slowly."""
-        return 2 * self.waiting >= self._capacity
+        return 2 * len(self._posted) >= self._capacity
 
     def post(self, message: messages.ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
         """Queue a message, in order. If the peer is gone, the message is dropped.
@@ -82,27 +85,12 @@ class Mailbox:
         """
         if self._peer_gone:
             return
-        packet = messages.encode(message)
-        if not wakes and not self.waiting and not self._writing and self._write_now(packet):
-            return
-        owned = _duplicates(fds) if fds else ()
-        try:
-            self._out_send.send_nowait((packet, owned))
-        except trio.WouldBlock:
-            close_all(owned)
-            raise MailboxFull(self._capacity) from None
-        self.waiting += 1
+        if len(self._posted) >= self._capacity:
+            raise MailboxFull(self._capacity)
+        self._posted.append((messages.encode(message), _duplicates(fds) if fds else ()))
         self._wakes |= wakes
-
-    def _write_now(self, packet: bytes) -> bool:
-        """Write one message. Return False if the socket has no room."""
-        try:
-            self._sock.send(messages.pack([packet]))
-        except BlockingIOError:
-            return False
-        except (BrokenPipeError, ConnectionResetError):
-            self._peer_gone = True  # as in ``_write_packet``
-        return True
+        if self._writer:
+            self._writer.unpark_all()
 
     def _ring(self) -> None:
         """Wake the peer."""
@@ -139,21 +127,21 @@ class Mailbox:
 
     @trio.lowlevel.enable_ki_protection
     async def _write(self) -> None:
-        async for first in self._out_receive:
+        while True:
+            if not self._posted:
+                await self._writer.park()
             await trio.lowlevel.cancel_shielded_checkpoint()  # rule 6
-            self._writing = True
-            with closing(packets(self._queued(first))) as sent:
+            with closing(packets(self._taken())) as sent:
                 for packet, fds in sent:
                     await self._write_packet(packet, fds)
-            self._writing = False
             if self._wakes:
                 self._wakes = False
                 self._ring()
 
-    def _queued(self, first: Encoded) -> Iterator[Encoded]:
-        """Yield what is queued now. Messages no longer count as waiting once they are taken from here."""
-        for posted in chain([first], available(self._out_receive)):
-            self.waiting -= 1
+    def _taken(self) -> Iterator[Encoded]:
+        """Yield what was posted. Messages no longer count as waiting once they are taken from here."""
+        while self._posted:
+            posted = self._posted.popleft()
             self.on_taken()
             yield posted
 
@@ -192,7 +180,10 @@ class Mailbox:
                 try:
                     self._unpacking = iter(self._unpacked(packet))
                     for message in self._unpacking:
-                        await _put(self._in_send, (message, owned))
+                        try:  # within this turn of the event loop
+                            self._in_send.send_nowait((message, owned))
+                        except trio.WouldBlock:
+                            await self._in_send.send((message, owned))
                         owned = ()
                 finally:
                     close_all(owned)
@@ -219,14 +210,6 @@ def available(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
     with suppress(trio.WouldBlock, trio.EndOfChannel):
         while True:
             yield channel.receive_nowait()
-
-
-async def _put(channel: trio.MemorySendChannel[Envelope], envelope: Envelope) -> None:
-    """Send to a channel; if there is room, within this turn of the event loop."""
-    try:
-        channel.send_nowait(envelope)
-    except trio.WouldBlock:
-        await channel.send(envelope)
 
 
 def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
@@ -257,6 +240,6 @@ async def open_mailbox(sock: socket.socket, capacity: int, bell: int | None = No
             finally:
                 mailbox._open.cancel()
     finally:
-        for _, fds in chain(available(mailbox._out_receive), available(mailbox.incoming)):
+        for _, fds in chain(mailbox._posted, available(mailbox.incoming)):
             close_all(fds)
         sock.close()

@@ -53,8 +53,12 @@ class Desired(msgspec.Struct, frozen=True, array_like=True):
     arguments: dict[str, Any]
 
 
-class Gathering(msgspec.Struct, frozen=True):
-    """Bounds, in bytes, of the input that a worker gathers: of one request, and of all requests together."""
+class Bounds(msgspec.Struct, frozen=True):
+    """Bounds, in bytes, of what a worker keeps: of one request, and of all requests together.
+
+    They are ``limits.retain_bytes`` and ``limits.worker_retain_bytes``. They hold for the outputs that it retains, for
+    the memory of its checkpoints, and for the input that it gathers: for each of these apart.
+    """
 
     request_bytes: int
     worker_bytes: int
@@ -89,8 +93,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The kind of memory in which workers hand tensors to one another by handle: "none", "cuda" or "host"."""
     resumable: bool = False
     """Whether the engine names its decisions, which then travel with its chunks (``stages.base``, rule 6)."""
-    gathering: Gathering | None = None
-    """Set: the engine gets the input of a request whole. None: chunk by chunk, as it arrives."""
+    bounds: Bounds = Bounds(0, 0)
+    gathers: bool = False
+    """Whether the engine gets the input of a request whole. If not: chunk by chunk, as it arrives."""
     spins: bool = True
     """Whether idle native threads may wait by spinning, as their library has it. If not, they sleep at once."""
     shares_cores: bool = False
@@ -139,14 +144,12 @@ class Start(_Control, frozen=True, kw_only=True):
     downstream: bool = False
     """Whether downstream stages take part in the request. One that is restarting is not among ``targets``: it is added
     by ``Resend``."""
-    retain_bytes: int = 0
-    """How many bytes of this request's outputs the worker retains for a replay."""
+    retained: bool = False
+    """Whether the worker retains this request's outputs for a replay."""
     replayed: bool = False
     """Whether this is a replay. The worker answers ``Started``, and the request's sources send nothing before that."""
-    worker_retain_bytes: int = 0
-    """How many bytes of outputs the worker retains for all its requests together; as many again of checkpoints."""
-    checkpoint_bytes: int = 0
-    """How many bytes of memory the checkpoints of this request may have in this worker; 0: none are kept."""
+    checkpointed: bool = False
+    """Whether the worker keeps the checkpoints of this request."""
     needed_from: tuple[int, ...] = ()
     """For each target, the number of the first chunk that it lacks; empty: 0 for all. Its journal comes before."""
     computed_from: int = 0
@@ -376,7 +379,7 @@ class Refused(_Control, frozen=True):
 
 LoopCommand: TypeAlias = Start | JournalPart | Switch | Resend | Pause | Resume | Abort | Ping | Call | Stop
 """What a worker passes on to its engine loop."""
-RequestNotice: TypeAlias = Started | JournalPart | Switched | InputComplete | Finished | Refused | Unreplayable
+RequestNotice: TypeAlias = Finished | InputComplete | Started | JournalPart | Switched | Refused | Unreplayable
 ControlMessage: TypeAlias = (
     Configure
     | Connect
@@ -393,6 +396,8 @@ ControlMessage: TypeAlias = (
 
 MAX_BYTES = 128 * 1024
 """Largest encoded message. It is below the default socket buffer, so the kernel never refuses a packet for its size."""
+LONGEST_REASON = 16_384
+"""The most characters of a refusal, or of an engine's error, in a message. A worker cuts a longer one."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[ControlMessage])

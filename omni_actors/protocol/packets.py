@@ -66,7 +66,10 @@ def send_all(sock: socket.socket, sent: Iterable[Envelope]) -> None:
         try:
             while not peer_gone:
                 try:
-                    socket.send_fds(sock, [packet], fds)
+                    if fds:
+                        socket.send_fds(sock, [packet], fds)
+                    else:
+                        sock.send(packet)
                     break
                 except BlockingIOError:
                     wait(sock, select.POLLOUT)

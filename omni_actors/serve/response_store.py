@@ -6,7 +6,9 @@ Rules
    its own responses. Clients behind one proxy have one address.
 2. A response is kept with its whole conversation, files included. Conversations share their messages in memory; each
    is counted in full, so the real memory is below the bound.
-3. A running response is known by its id while its stream runs, so that it can be looked at and cancelled.
+3. Messages are measured once, when they join a conversation. The client cannot hide the length of a conversation behind
+   an id: it has the bounds of a body (``routes.response_routes``).
+4. A running response is known by its id while its stream runs, so that it can be looked at and cancelled.
 """
 
 from __future__ import annotations
@@ -20,23 +22,44 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from omni_actors.network_addresses import counted_address
 from omni_actors.serve.api.schemas import ChatMessage
 
 MAX_RESPONSES = 1000
 MAX_BYTES = 64 << 20
 
 
+class Conversation(NamedTuple):
+    """Messages and their measure.
+
+    bytes: of their strings in memory. values: of their JSON, as ``api.json_body`` counts them in a body.
+    """
+
+    messages: tuple[ChatMessage, ...] = ()
+    bytes: int = 0
+    values: int = 0
+
+    def extended(self, messages: Sequence[ChatMessage]) -> Conversation:
+        """Return the conversation with more messages. Only these are measured."""
+        size, values = _measure(messages)
+        return Conversation((*self.messages, *messages), self.bytes + size, self.values + values)
+
+
 class StoredResponse(NamedTuple):
     """A response that has ended.
 
-    address: of the client. body: its object, as JSON. messages: its conversation without instructions, the answer
-    included. size: in bytes.
+    address: of the client, as limits count it. body: its object, as JSON. conversation: without instructions, with the
+    answer.
     """
 
     address: str
     body: bytes
-    messages: tuple[ChatMessage, ...]
-    size: int
+    conversation: Conversation
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self.body) + self.conversation.bytes
 
 
 class RunningResponse(NamedTuple):
@@ -66,13 +89,13 @@ class ResponseStore:
         self.bytes = 0
         """The size of all stored responses."""
 
-    def put(self, id: str, body: dict[str, Any], messages: Sequence[ChatMessage], address: str) -> bool:
+    def put(self, id: str, body: dict[str, Any], conversation: Conversation, address: str) -> bool:
         """Store a response of the client at ``address``, and forget others if there is no room (rule 1).
 
         Returns False if there is no room for this one.
         """
-        encoded = msgspec.json.encode(body)
-        response = StoredResponse(address, encoded, tuple(messages), len(encoded) + size_of(messages))
+        address = counted_address(address)
+        response = StoredResponse(address, msgspec.json.encode(body), conversation)
         if response.size > self._max_bytes:
             return False
         self.delete(id)
@@ -120,15 +143,23 @@ class ResponseStore:
             del self._running[id]
 
 
-def size_of(messages: Sequence[ChatMessage]) -> int:
-    """Return the bytes of the strings of messages in memory."""
-    size, pending = 0, list[Any](messages)
+def _measure(messages: Sequence[ChatMessage]) -> tuple[int, int]:
+    """Return the bytes of the strings of messages in memory, and the values of their JSON.
+
+    An object of n fields has two braces, n names, n colons and n - 1 commas; a list has two brackets and n - 1 commas.
+    """
+    size, values, pending = 0, len(messages), list[Any](messages)
     while pending:
         value = pending.pop()
         if isinstance(value, msgspec.Struct):
-            pending += (getattr(value, name) for name in value.__struct_fields__)
-        elif isinstance(value, list | tuple):
+            fields = [each for name in value.__struct_fields__ if (each := getattr(value, name)) is not None]
+            has_tag = value.__struct_config__.tag is not None
+            values += 3 * len(fields) + 1 + 4 * has_tag
+            pending += fields
+        elif isinstance(value, list):
+            values += len(value) + 1
             pending += value
-        elif isinstance(value, str):
+        else:
+            values += 1
             size += sys.getsizeof(value)
-    return size
+    return size, values

@@ -36,6 +36,7 @@ from omni_actors import config as configuration
 from omni_actors.config import Pipeline
 from omni_actors.errors import OmniError
 from omni_actors.log_events import LogEvent, PipelineFailed, ServerDraining, ServerListening, ServerReady, record
+from omni_actors.platform.allocator import keep_freed_memory
 from omni_actors.serve.app import admission_to, build
 from omni_actors.serve.certificates import Certificates
 from omni_actors.serve.http.buffered_socket import SEND_TIMEOUT_S
@@ -240,6 +241,7 @@ class _Server:
                 loaded.add(name)
                 self._failed.discard(name)
                 make_full_collections_rare()
+                keep_freed_memory()
                 self._report(ServerReady(url=url, pipeline=name))
             self._start_if_settled(url)
             if not self._stop.is_set():

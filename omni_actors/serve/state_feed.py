@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import trio
 
+from omni_actors.network_addresses import counted_address
 from omni_actors.serve.api.merge_patch import merge_patch
 from omni_actors.serve.api.responses import event
 from omni_actors.serve.http.errors import HTTPError
@@ -56,6 +57,7 @@ class StateFeed:
 
     async def events(self, address: str) -> AsyncGenerator[bytes, None]:
         """Yield the events for a new viewer at ``address``. Raises HTTPError 503 instead of the first one."""
+        address = counted_address(address)
         self._require_place(address)
         self._viewers[address] += 1
         try:

@@ -35,7 +35,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--simulate", type=AT_LEAST_1, help="Run this many schedules on simulated workers, in virtual time.")
 @click.option(
     "--nodes",
-    type=click.IntRange(min=2, max=1000),
+    type=click.IntRange(min=100, max=1000),  # of fewer, the drawn labels and devices may leave a stage without a place
     help="With --simulate: run the workers on this many simulated nodes, which are lost and cut off.",
 )
 @click.option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import trio
@@ -45,6 +45,8 @@ class HealthWatch:
         """The generation of the newest death seen, by stage and replica."""
         self._newest_ready: dict[tuple[str, int], int] = {}
         """The pid of the newest worker seen ready, by stage and replica."""
+        self._failed: set[tuple[str, int]] = set()
+        """Stage and number of each replica that was given up at the latest look."""
         self._standbys: set[tuple[str, int | None]] = set()
         """Stage and pid of each standby at the latest look."""
         self._changed = trio.lowlevel.ParkingLot()
@@ -76,10 +78,18 @@ class HealthWatch:
 
         What is seen here counts in ``ever_given_up``: a schedule may put such a stage to sleep at once, and wake it.
         """
-        staying = [(name, each) for name, each in self.replicas if each.state != "draining"]
-        found = {name for name, _ in staying} - {name for name, each in staying if each.state != "failed"}
+        found = self._without_replica(self._failed_now)
         self.ever_given_up |= found
         return found
+
+    @property
+    def _failed_now(self) -> set[tuple[str, int]]:
+        return {(stage, each.replica) for stage, each in self.replicas if each.state == "failed"}
+
+    def _without_replica(self, failed: Collection[tuple[str, int]]) -> set[str]:
+        """Return the stages without a replica left if these were given up."""
+        staying = [(stage, each.replica) for stage, each in self.replicas if each.state != "draining"]
+        return {stage for stage, _ in staying} - {stage for stage, number in staying if (stage, number) not in failed}
 
     def look(self) -> None:
         """Record what the system reports now. The task may not run any more before the system is closed."""
@@ -92,7 +102,10 @@ class HealthWatch:
             if stage in died and ready.get((stage, pid)) is False:
                 self._on_promotion()
         self._standbys = {worker for worker, is_standby in ready.items() if is_standby}
-        self.ever_given_up |= self.given_up
+        # Between two looks, one replica may be given up just before another one serves again.
+        failed = self._failed_now
+        self.ever_given_up |= self._without_replica(failed | self._failed)
+        self._failed = failed
 
     @property
     def unsettled(self) -> list[str]:

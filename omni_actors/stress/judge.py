@@ -9,7 +9,8 @@ aborted      the harness aborted it, or paused generation or put a stage of its 
 dropped      the harness stopped reading it; its system must have forgotten it
 StageCrashed a worker of a stage on its route died while it was in flight, and: it asked to fail, or more than
              ``limits.replays`` workers of one stage died, or it asked its engine to die, or a stage that died cannot
-             be replayed. A worker that was removed with its work counts as dead, but not as one of these
+             be replayed, or it is taken for the cause and more engines on its route ended or hung than it may survive,
+             in whichever stages. A worker that was removed with its work counts as dead, but not as one of these
 Unavailable  a stage on its route was given up. The watch does not see that if a replica is added at the same moment, so
              a death in a stage that is being scaled is enough
 Asleep       a stage on its route was asleep, or on its way there or back, while it was in flight
@@ -42,6 +43,10 @@ Kind: TypeAlias = Literal["lost", "hung", "duplicated", "corrupted", "disturbed"
 
 Outcome: TypeAlias = Literal["open", "completed", "failed", "dropped"]
 
+EXITED = "exited with code"
+"""In the reason of a death that no signal caused, such as an exception of an engine."""
+HUNG = "no progress for"
+"""In the reason of the death of a worker that the supervisor killed because its engine loop stood still."""
 REMOVED = "removed by scale"
 """Begins the reason of the end of a worker that was removed while it held requests."""
 NOTICED_S = 0.05
@@ -69,6 +74,15 @@ class ObservedDeath:
     pid: int | None
     exit: str
     at: float
+
+    @property
+    def by_engine(self) -> bool:
+        """Whether the engine ended the worker or hung, so that a request may be the cause.
+
+        An end that the supervisor wanted has a reason behind its exit code.
+        """
+        _, exited, rest = self.exit.partition(EXITED)
+        return HUNG in self.exit or (exited != "" and ":" not in rest)
 
 
 @dataclass(eq=False)
@@ -235,7 +249,12 @@ def _check_error(
             by_stage = Counter(death.stage for death in touched if REMOVED not in death.exit)
             counted = max(by_stage.values(), default=0)
             can_resume = rules.replays > 0 and {death.stage for death in touched} <= rules.replayed
-            if may_fail or not can_resume or counted > rules.replays or _is_convicted(request.error, deaths, rules):
+            if (
+                may_fail
+                or not can_resume
+                or counted > rules.replays
+                or _is_convicted(request.error, deaths, touched, rules)
+            ):
                 return None
             survived = f"after {counted} of the {rules.replays} deaths in a stage that it must survive"
             return Violation("lost", f"{facts}, {survived}")
@@ -243,10 +262,16 @@ def _check_error(
             return Violation("lost", facts)
 
 
-def _is_convicted(error: StageCrashed, deaths: Sequence[ObservedDeath], rules: Rules) -> bool:
-    """Whether the deaths that requests like this one caused, this one included, were enough to end it."""
+def _is_convicted(
+    error: StageCrashed, deaths: Sequence[ObservedDeath], touched: Sequence[ObservedDeath], rules: Rules
+) -> bool:
+    """Whether the deaths that requests like this one may have caused, this one included, were enough to end it.
+
+    touched: those on its route and in its time. Engines that ended or hung among them count, in whichever stage.
+    """
     survived = 1 if "tried apart" in (error.not_replayed or "") else rules.replays
-    return not error.retryable and sum(death.stage == error.stage for death in deaths) > survived
+    in_stage = sum(death.stage == error.stage for death in deaths)
+    return not error.retryable and max(in_stage, sum(death.by_engine for death in touched)) > survived
 
 
 def _touches(death: ObservedDeath, request: TrackedRequest) -> bool:

@@ -68,8 +68,6 @@ class PendingCall:
         self.changes_state = changes_state
         self.deadline = trio.current_time() + timeout_s
         """Until when the caller waits, on trio's clock."""
-        self.on_refusal: Callable[[], None] = lambda: None
-        """Called when the engine refuses the call, also after the deadline."""
         self.on_end: Callable[[Reply], None] = lambda reply: None
         """Called when the call ends, also after the deadline."""
         self._reply: Reply | None = None
@@ -135,7 +133,6 @@ class Calls:
         if refusal is None:
             pending.end(Reply(msgspec.msgpack.decode(answer.value)))
             return
-        pending.on_refusal()
         if refusal.unsupported is not None:
             pending.end(Reply(error=Unsupported(pending.address.stage, refusal.unsupported, refusal.message)))
         else:

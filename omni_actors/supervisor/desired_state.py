@@ -65,18 +65,6 @@ class Part:
         """Whether any worker has carried it out."""
         return self.established or bool(self.accepted)
 
-    def follow(self, call: PendingCall) -> None:
-        """Note how a worker answers."""
-        if call.unanswered:
-            self.unanswered.add(call.address)
-            call.on_end = partial(self.note_end, call)
-
-    def note_end(self, call: PendingCall, reply: Reply) -> None:
-        """Note that a worker has answered, or answers no more."""
-        self.unanswered.discard(call.address)
-        if reply.error is None:
-            self.accepted.add((call.address, call.generation))
-
     def is_to_blame(self, raised: Incarnation, loading: Set[Incarnation]) -> bool:
         """Whether a part that no worker has carried out would end them all (rule 2).
 
@@ -93,12 +81,8 @@ class DesiredState:
         self._parts: dict[str, dict[_Name, Part]] = {}
         self._numbers = itertools.count()
 
-    def of(self, stage: str) -> tuple[Desired, ...]:
-        """Return the desired state of a stage, in the order in which its parts were last set."""
-        return tuple(part.desired for part in self.parts(stage))
-
     def parts(self, stage: str) -> tuple[Part, ...]:
-        """Return the parts of that state, in the same order."""
+        """Return the desired state of a stage, in the order in which its parts were last set."""
         return tuple(self._parts.get(stage, {}).values())
 
     def get(self, stage: str, capability: str, key: str = "") -> Mapping[str, Any] | None:
@@ -140,6 +124,20 @@ class DesiredState:
             if (before := next((each for each in _values(part) if not each.taken_back), None)) is not None:
                 parts[part.name] = before
             self._parts[part.stage] = dict(sorted(parts.items(), key=lambda item: item[1].number))
+
+    def follow(self, part: Part, call: PendingCall) -> None:
+        """Note how a worker answers, also after the deadline."""
+        if call.unanswered:
+            part.unanswered.add(call.address)
+            call.on_end = partial(self.note_end, part, call)
+
+    def note_end(self, part: Part, call: PendingCall, reply: Reply) -> None:
+        """Note that a worker has answered, or answers no more. If its engine has refused the part, take that back."""
+        part.unanswered.discard(call.address)
+        if reply.error is None:
+            part.accepted.add((call.address, call.generation))
+        elif isinstance(reply.error, InvalidRequest):
+            self.take_back(part)
 
     def drop(self, stage: str, capability: str, key: str = "") -> None:
         """Remove one part."""

@@ -28,8 +28,8 @@ Kill: TypeAlias = Callable[[str], None]
 
 
 FRAMES_A_TURN, BYTES_A_TURN = 16, 32 * 1024
-"""What the parent takes of one worker's output before its other tasks run; a larger chunk alone. Requests whose outputs
-arrive together are answered together, so the next requests of these clients share a packet, a wake-up and a step."""
+"""After so many frames or bytes of one worker's output, the parent's other tasks run. Requests whose outputs arrive
+together are answered together, so the next requests of these clients share a packet, a wake-up and a step."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,18 @@ class EdgeSpec:
 
 
 class InputEdge:
-    """The client's end of an edge into a stage."""
+    """The client's end of an edge into a stage. One task at a time sends (``orchestrator.inputs`` has one)."""
 
     def __init__(self, producer: Producer, kill: Kill) -> None:
         self._producer, self._kill = producer, kill
-        self._turn = trio.Lock()
 
     def try_send(self, buffers: Sequence[memoryview]) -> int | None:
-        """Send one message if there is room now and no call of ``send`` waits. Return its bytes; None: it is not sent.
+        """Send one message if there is room now. Return its bytes; None: it is not sent.
 
         A message that passes in fragments is not sent. Raises as ``send`` does.
         """
-        size = sum(buffer.nbytes for buffer in buffers)
-        if self._turn.locked() or size > self._producer.max_reserve:
+        size = sum([buffer.nbytes for buffer in buffers])
+        if size > self._producer.max_reserve:
             return None
         try:
             return size if self._producer.try_send(*buffers) else None
@@ -62,15 +61,11 @@ class InputEdge:
             raise self._closed(error) from error
 
     async def send(self, buffers: Sequence[memoryview]) -> int:
-        """Send one message, waiting for room and for earlier calls. Return its bytes.
+        """Send one message, waiting for room. Return its bytes.
 
         Cancellation: the message is sent whole or not at all. A worker that has corrupted the ring is killed. Raises
         trio.ClosedResourceError when the worker dies, ValueError (no ring takes a message of this size).
         """
-        try:
-            self._turn.acquire_nowait()  # without a checkpoint, so that requests of one turn are sent together
-        except trio.WouldBlock:
-            await self._turn.acquire()
         try:
             with closing(self._producer.sending(*buffers)) as sending:
                 for _ in sending:
@@ -79,8 +74,6 @@ class InputEdge:
             raise self._closed(error) from error
         except MessageTooLarge as error:
             raise ValueError(str(error)) from error
-        finally:
-            self._turn.release()
         return sum(buffer.nbytes for buffer in buffers)
 
     def _closed(self, error: RingError) -> trio.ClosedResourceError:

@@ -71,7 +71,9 @@ class Incarnation:
     """One life of a replica's worker: the supervisor's record of it."""
 
     def __init__(self, state: IncarnationState = IncarnationState.STARTING) -> None:
-        self._state = state
+        self.state = state
+        self.over = state is _State.ENDED
+        """Whether its death was reported, or nothing is left of it."""
         self.scope = trio.CancelScope(shield=True)
         """Cancelling it stops the worker. It is shielded, because the supervisor decides the order of stopping."""
         self.begun, self.ready, self.ended = trio.Event(), trio.Event(), trio.Event()
@@ -119,25 +121,17 @@ class Incarnation:
         """The replicas that are restarted with it."""
 
     @property
-    def state(self) -> IncarnationState:
-        return self._state
-
-    @property
     def running(self) -> bool:
         """Whether it starts or serves, and is not being stopped."""
-        return self._state in (_State.STARTING, _State.READY)
-
-    @property
-    def over(self) -> bool:
-        """Whether its death was reported, or nothing is left of it."""
-        return self._state in (_State.DEAD, _State.ENDED)
+        return self.state in (_State.STARTING, _State.READY)
 
     def advance(self, event: IncarnationEvent) -> None:
         """Make a transition. Raises IllegalTransition; the state is then unchanged."""
-        self._state = next_state(TRANSITIONS, self._state, event)
-        if self._state is _State.READY:
+        self.state = next_state(TRANSITIONS, self.state, event)
+        self.over = self.state in (_State.DEAD, _State.ENDED)
+        if self.state is _State.READY:
             self.ready.set()
-        elif self._state is _State.ENDED:
+        elif self.state is _State.ENDED:
             self.calls.lose(None)
             self.ended.set()
 

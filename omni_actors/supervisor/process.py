@@ -216,8 +216,6 @@ class LocalWorker(Worker):
         super().__init__(process.pid, mailbox)
         self._process, self._pidfd, self._death_mutex = process, pidfd, death_mutex
         self._stderr = StderrTail(stderr_fd, f"omni_actors.worker.{process.name.split()[-1]}")
-        self.stderr_tail = self._stderr.lines
-        """The last lines that the worker wrote to stderr."""
 
     def kill(self) -> None:
         if not self._dead.is_set():
@@ -260,7 +258,7 @@ class LocalWorker(Worker):
         if self._exit is None:
             self._stderr.drain()
             signal_name, exit_code = (_signal_name(-code), None) if code < 0 else (None, code)
-            self._exit = WorkerExit(self.pid, signal_name, exit_code, tuple(self.stderr_tail))
+            self._exit = WorkerExit(self.pid, signal_name, exit_code, tuple(self._stderr.lines))
             self._ending.set()
 
 

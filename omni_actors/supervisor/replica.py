@@ -90,10 +90,10 @@ class Replica:
     """When it was restarted, for the restarts that count against its intensity, on trio's clock."""
     history: collections.deque[Death] = field(default_factory=lambda: collections.deque(maxlen=HISTORY))
     incarnation: Incarnation = field(default_factory=lambda: Incarnation(IncarnationState.ENDED))
+    address: Address = field(init=False)
 
-    @property
-    def address(self) -> Address:
-        return self.spec.address
+    def __post_init__(self) -> None:
+        self.address = self.spec.address
 
     @property
     def policy(self) -> Restart:
@@ -148,7 +148,8 @@ class Replica:
     @property
     def congested(self) -> bool:
         """Whether the worker does not keep up with its control messages."""
-        return self.worker is not None and self.worker.mailbox.congested
+        worker = self.worker
+        return worker is not None and worker.mailbox.congested
 
     def post(self, message: ControlMessage, fds: Sequence[int] = (), *, wakes: bool = True) -> None:
         """Send a control message to the worker, if there is one. wakes: see ``Mailbox.post``.

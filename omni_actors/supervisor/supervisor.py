@@ -249,7 +249,7 @@ class Supervisor:
             async with devices.spawn(self._spawner, replica, self._mailbox_capacity) as worker:
                 incarnation.worker = worker
                 replica.devices = replica.spec.devices if worker.devices is None else worker.devices
-                worker_log.started(replica, worker.pid)
+                worker_log.started(replica)
                 try:
                     await self._serve(replica, worker)
                 finally:

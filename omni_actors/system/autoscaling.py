@@ -47,7 +47,7 @@ class AutoscaleControl(ScaleControl):
             try:
                 with suppress(StageAsleep, SystemClosed):
                     async with self._changing[stage]:
-                        if self._orchestrator.pools.wanted(stage) == before:  # ``scale`` may have come first
+                        if self._orchestrator.pools.wanted[stage] == before:  # ``scale`` may have come first
                             if after != before:
                                 record(Autoscaled(stage=stage, before=before, after=after))
                             drains = await self._change(stage, after)
@@ -83,8 +83,8 @@ class AutoscaleControl(ScaleControl):
         pools = self._orchestrator.pools
         return Demand(
             now=trio.current_time(),
-            arrived=pools.arrived(stage),
+            arrived=pools.arrived[stage],
             unfinished=pools.unfinished_since(stage),
-            wanted=pools.wanted(stage),
-            ready=min(pools.wanted(stage), sum(each.accepts_work for each in pools.replicas(stage))),
+            wanted=pools.wanted[stage],
+            ready=min(pools.wanted[stage], sum(each.accepts_work for each in pools.replicas(stage))),
         )

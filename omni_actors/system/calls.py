@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import trio
@@ -129,9 +128,7 @@ class EngineCalls:
                 self._supervisor.desired.take_back(part)
             raise
         for call in calls:
-            part = parts[call.address.stage]
-            part.follow(call)
-            call.on_refusal = partial(self._supervisor.desired.take_back, part)
+            self._supervisor.desired.follow(parts[call.address.stage], call)
         return calls, parts
 
     async def _to_the_end(self, work: Callable[[], Awaitable[T]]) -> T:

@@ -52,7 +52,8 @@ class EndedRequests:
     def closed(self, request: Request) -> None:
         """Record a request that has ended, and whose client has everything or was cut off."""
         self._child(self._metrics.requests, type(request.error).__name__ if request.error else "done").inc()
-        self._metrics.replays.inc(request.replays)
+        if request.replays:
+            self._metrics.replays.inc(request.replays)
         if request.dispatched is not None and not request.deaths.losses:  # a replay has times of another kind
             self._observe_stages(request, request.dispatched)
         for loss in request.deaths.losses:

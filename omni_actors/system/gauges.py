@@ -26,7 +26,7 @@ def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges
     ):
         yield f"omni_{name}", help, {}, value
     replicas = list(replicas)
-    for stage, wanted in orchestrator.pools.all_wanted().items():
+    for stage, wanted in orchestrator.pools.wanted.items():
         labels = {"stage": stage}
         ready = sum(each.address.stage == stage and each.state is ReplicaState.READY for each in replicas)
         yield "omni_stage_replicas_wanted", "Replicas that a stage is to have, standbys aside", labels, wanted
@@ -34,7 +34,8 @@ def gauges(orchestrator: Orchestrator, replicas: Iterable[Replica], edges: Edges
     for replica in replicas:
         labels = {"stage": replica.address.stage, "replica": str(replica.address.replica)}
         is_ready = float(replica.state is ReplicaState.READY)
-        yield "omni_stage_requests", "Requests dispatched to a replica", labels, orchestrator.load(replica.address)
+        load = orchestrator.pools.loads[replica.address]
+        yield "omni_stage_requests", "Requests dispatched to a replica", labels, load
         yield "omni_stage_restarts", "Restarts of a replica", labels, replica.restarts
         is_standby = float(orchestrator.pools.is_standby(replica))
         yield "omni_stage_standby", "1 while a replica is a standby", labels, is_standby

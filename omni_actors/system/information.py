@@ -89,7 +89,7 @@ class Information(Control):
         ended = sum(sample.value for sample in samples if sample.name.endswith("_total"))
         now, queued = time.monotonic(), self._orchestrator.queued
         rate = (ended - self._logged_ended) / max(1e-9, now - self._logged_at)
-        loads = {str(each): self._orchestrator.load(each) for each in self._supervisor.replicas}
+        loads = {str(each): self._orchestrator.pools.loads[each] for each in self._supervisor.replicas}
         log.info(
             "requests: %d in flight, %d of them waiting; %d ended, %.2f per second since %.1f s ago; by replica: %s",
             self._orchestrator.in_flight,

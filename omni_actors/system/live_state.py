@@ -196,7 +196,7 @@ def live_state(
     by_stage: dict[str, dict[str, LiveReplica]] = {name: {} for name in pipeline.stages}
     for replica in replicas:
         by_stage[replica.address.stage][str(replica.address.replica)] = _replica(replica, orchestrator, clock)
-    wanted = orchestrator.pools.all_wanted()
+    wanted = orchestrator.pools.wanted
     running = islice(orchestrator.open_requests.values(), SHOWN)
     shown = [*recent, *(live_request(each, pipeline) for each in running)]
     return LiveState(
@@ -236,7 +236,7 @@ def _replica(replica: Replica, orchestrator: Orchestrator, clock: TrioClock) -> 
         note=replica.note,
         generation=replica.generation,
         restarts=replica.restarts,
-        requests=orchestrator.load(replica.address),
+        requests=orchestrator.pools.loads[replica.address],
         pid=replica.worker.pid if replica.worker else None,
         load_s=None if replica.load_s is None else round(replica.load_s, 3),
         devices=replica.devices,

@@ -72,12 +72,10 @@ class LoraTable:
 
         Raises InvalidAdapter for an unknown name, and Unsupported if none of the request's stages has it.
         """
-        named = {stage: share for stage, share in by_stage.items() if share.get(PARAMETER) is not None}
-        found = {stage: self.get(share[PARAMETER]) for stage, share in named.items()}
-        for stage, share in named.items():
-            info = found[stage]
+        found = {stage: self.get(name) for stage, own in by_stage.items() if (name := own.get(PARAMETER)) is not None}
+        for stage, info in found.items():
             has_it = stage in info.stages
-            share[PARAMETER] = msgspec.to_builtins(_adapter(info)) if has_it else None
+            by_stage[stage][PARAMETER] = msgspec.to_builtins(_adapter(info)) if has_it else None
             if not has_it and not any(stage in each.stages for stage, each in found.items()):
                 raise Unsupported(stage, PARAMETER, f"the adapter {info.name!r} is of {', '.join(info.stages)}")
 

@@ -170,7 +170,7 @@ class OmniSystem(
             with self._lifetime:
                 async with trio.open_nursery() as nursery:
                     self._tasks = nursery
-                    await nursery.start(self._orchestrator.run, self._supervisor.replicas)
+                    await nursery.start(self._orchestrator.run, self._supervisor.replicas.values())
                     nursery.start_soon(self._supervisor.run)
                     nursery.start_soon(self._watch_start)
                     nursery.start_soon(self._scale_from_zero)

@@ -45,21 +45,24 @@ class Parameters:
         taken: set[str] = set()
         shares: dict[str, dict[str, Any]] = {}
         for stage in stages:
-            schema = self._schemas[stage]
-            known = given.keys() if schema is None else given.keys() & schema.__struct_fields__
-            taken |= known
-            share = {name: given[name] for name in known} | own.get(stage, {})
-            if schema is not None and "priority" in schema.__struct_fields__:
+            schema, share = self._schemas[stage], own.get(stage, {})
+            if given:
+                known = given.keys() if schema is None else given.keys() & schema.__struct_fields__
+                taken |= known
+                share = {name: given[name] for name in known} | share
+            if priority and schema is not None and "priority" in schema.__struct_fields__:
                 share = {**priority, **share}
             share = self._checked(stage, {**self._defaults[stage], **share}) if share else self._defaults[stage].copy()
             if schema is not None and share.get("seed", 0) is None:
                 share["seed"] = random.getrandbits(63)
             shares[stage] = share
-        for capability in CAPABILITIES & given.keys() - taken:
+        not_taken = given.keys() - taken
+        for capability in CAPABILITIES & not_taken:
             why = "no engine of this request takes such arguments"
             raise Unsupported(next(iter(shares)), capability, why, param=capability)
-        if unknown := sorted(given.keys() - taken):
-            raise InvalidRequest(f"no stage of this request takes the parameter {unknown[0]!r}", param=unknown[0])
+        if not_taken:
+            unknown = min(not_taken)
+            raise InvalidRequest(f"no stage of this request takes the parameter {unknown!r}", param=unknown)
         return shares
 
     def _own(self, sampling_params: SamplingParams | None) -> dict[str, dict[str, Any]]:

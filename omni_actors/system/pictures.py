@@ -50,10 +50,12 @@ def seed_of(seed: Any, index: int) -> Any:
     return (seed + index + 2**63) % 2**64 - 2**63
 
 
-def check_work(
+def checked_work(
     pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any], pictures: int
-) -> None:
-    """Raise InvalidRequest if pictures need more work than ``limits.pixel_steps``.
+) -> float:
+    """Return how much work a request is, to compare it with others on its route: of a picture, pixels × steps.
+
+    Requests without a picture count 1. Raises InvalidRequest if the pictures need more than ``limits.pixel_steps``.
 
     Args:
         pipeline: The pipeline that runs.
@@ -62,23 +64,16 @@ def check_work(
         given: The parameters of the request, which tell the parameter that the error names.
         pictures: The number of pictures.
     """
-    limit = pipeline.limits.pixel_steps
+    limit, most = pipeline.limits.pixel_steps, 1
     for size, pixels, steps in _pictures_of(pipeline, by_stage):
+        most = max(most, pixels * steps)
         if pixels * steps * pictures <= limit:
             continue
         param = "n" if pixels * steps <= limit else "size" if given.get("size") or not given.get("steps") else "steps"
         work = f"{size} pixels × {steps} steps × {pictures}"
         message = f"{param}: {work} are {pixels * steps * pictures}; limits.pixel_steps is {limit}"
         raise InvalidRequest(message, param=param)
-
-
-def work_of(pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return how much work a request is, to compare it with others on its route: of a picture, pixels × steps.
-
-    What neither the request nor the stage's options tell counts as a usual number. Other requests count 1.
-    """
-    found = [pixels * steps for _, pixels, steps in _pictures_of(pipeline, by_stage)]
-    return float(max(1, *found)) if found else 1.0
+    return float(most)
 
 
 def _pictures_of(pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:
@@ -87,8 +82,7 @@ def _pictures_of(pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]]) 
     A stage that takes a size and no steps is not a denoiser: it encodes, once.
     """
     for stage, params in by_stage.items():
-        unchecked = pipeline.spec(stage).params is None
-        if "steps" not in params and not (unchecked and "size" in params):
+        if "steps" not in params and ("size" not in params or pipeline.spec(stage).params is not None):
             continue
         options = pipeline.options(stage)
         size, steps = (params.get(name) or options.get(name) for name in ("size", "steps"))

@@ -52,6 +52,7 @@ class Requests:
             name: Node(accepts=s.accepts, inputs=s.inputs, emits=s.emits) for name, s in pipeline.stages.items()
         }
         self._route = functools.cache(functools.partial(plan, self._nodes))
+        self._reachable = functools.lru_cache(functools.partial(reachable, self._nodes))
         self._parameters = Parameters(pipeline)
         super().__init__()
 
@@ -289,13 +290,13 @@ class Requests:
         inputs, terms, params = prepared.inputs, prepared.terms, pictures.with_named_size(prepared.params)
         route = self._plan_route(inputs, terms.modalities)
         by_stage = self._parameters.by_stage(route.stages, params, terms)
-        pictures.check_work(self.pipeline, by_stage, params, prepared.copies)
+        work = pictures.checked_work(self.pipeline, by_stage, params, prepared.copies)
         self._loras.resolve(by_stage)
         stream = self._orchestrator.submit(
             inputs=inputs,
             route=route,
             params=by_stage,
-            work=pictures.work_of(self.pipeline, by_stage),
+            work=work,
             deadline_s=self.pipeline.limits.deadline_s if terms.deadline_s is None else terms.deadline_s,
             name=terms.request_id,
             on_failure=terms.on_failure,
@@ -317,7 +318,7 @@ class Requests:
     def _plan_route(self, inputs: Inputs, modalities: Sequence[str] | None) -> Route:
         kinds = frozenset(kind for kind, pieces in inputs.items() if pieces)
         if modalities is None:
-            reached = reachable(self._nodes, kinds)
+            reached = self._reachable(kinds)
             modalities = [each for each in self.pipeline.modalities or ("text",) if each in reached] or reached
         elif isinstance(modalities, str) or not _are_names(modalities):
             example = modalities if isinstance(modalities, str) else "text"

@@ -112,10 +112,10 @@ class ScaleControl(Control):
         self._check_scale(stage, replicas, drain_s)
         async with self._changing[stage]:
             pools, began = self._orchestrator.pools, trio.current_time()
-            before = pools.wanted(stage)
+            before = pools.wanted[stage]
             drains = await self._change(stage, replicas)
         await self._drain_all(drains, drain_s)
-        after = pools.wanted(stage) if any(each.taken_back for each in drains) else replicas
+        after = pools.wanted[stage] if any(each.taken_back for each in drains) else replicas
         return Scaled(stage=stage, before=before, after=after, seconds=trio.current_time() - began)
 
     async def _change(self, stage: str, replicas: int, *, is_needed: bool = False) -> list[Drain]:
@@ -126,7 +126,7 @@ class ScaleControl(Control):
         There is no checkpoint after drains have begun, so the caller always gets them.
         """
         pools, workers = self._orchestrator.pools, self.pipeline.stages[stage].workers_for(replicas)
-        before = pools.wanted(stage)
+        before = pools.wanted[stage]
         self._require_open(stage, is_needed=is_needed)
         while True:
             change, given_up = self._plan(stage, workers), self._given_up(stage)
@@ -205,7 +205,7 @@ class ScaleControl(Control):
         not_ready = [each for each in added if each.load_s is None]
         if failed := [each for each in not_ready if each.state is ReplicaState.FAILED or not may_wait]:
             left = sum(not each.leaving for each in pools.replicas(stage)) - len(failed)
-            pools.want(stage, max(least, min(pools.wanted(stage), left)))  # rather a replica than a standby
+            pools.want(stage, max(least, min(pools.wanted[stage], left)))  # rather a replica than a standby
             error = failed[0].failure or _no_devices(str(failed[0].incarnation.no_place))
             await self._drain_all(self._begin_drains(failed[max(0, least - left) :]), 0.0)
             raise error.with_traceback(None)
@@ -236,7 +236,7 @@ class ScaleControl(Control):
             if not drain.taken_back:
                 del self._drains[replica]
                 reason = None
-                if pools.load(replica.address):
+                if pools.loads[replica.address]:
                     reason = f"removed by scale: its requests did not end within the drain time of {drain_s:g} s"
                 with trio.CancelScope(shield=True):
                     await self._supervisor.remove(replica, reason)
@@ -275,7 +275,7 @@ class ScaleControl(Control):
 
     def _starts_when_needed(self, stage: str) -> bool:
         """Whether a stage has no replica because none is needed now."""
-        return self._orchestrator.pools.wanted(stage) == 0 and self.pipeline.stages[stage].starts_from_zero
+        return self._orchestrator.pools.wanted[stage] == 0 and self.pipeline.stages[stage].starts_from_zero
 
     async def _scale_from_zero(self) -> None:
         """Start a replica of each stage that a request waits for, where the pipeline asks for that.
@@ -300,7 +300,7 @@ class ScaleControl(Control):
             finally:
                 starting.discard(stage)
                 if self._running and not self.is_stopped:
-                    pools.look_again()  # for requests that began to wait while it was being started
+                    pools.unplaced.unpark_all()  # for requests that began to wait while it was being started
 
         async with trio.open_nursery() as nursery:
             while True:
@@ -308,7 +308,7 @@ class ScaleControl(Control):
                     if self._starts_when_needed(stage):
                         starting.add(stage)
                         nursery.start_soon(start, stage)
-                await pools.wait_unplaced()
+                await pools.unplaced.park()
 
 
 def _is_decided(added: Replica) -> bool:

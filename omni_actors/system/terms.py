@@ -14,6 +14,7 @@ from omni_actors.orchestrator.request import ON_FAILURE, OnFailure
 
 OutputKind: TypeAlias = Literal["delta", "cumulative"]
 """Whether an output has only what is new, or also all of its stage so far (``Output.total``)."""
+OUTPUT_KINDS = get_args(OutputKind)
 SamplingParams: TypeAlias = (
     Mapping[str, Mapping[str, Any] | None] | list[Mapping[str, Any] | None] | tuple[Mapping[str, Any] | None, ...]
 )
@@ -68,7 +69,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         if self.on_failure not in ON_FAILURE:
             message = f'on_failure: found {self.on_failure!r}; accepted: "replay", "fail"'
             raise InvalidRequest(message, param="on_failure")
-        if self.output_kind not in get_args(OutputKind):
+        if self.output_kind not in OUTPUT_KINDS:
             message = f'output_kind: found {self.output_kind!r}; accepted: "delta", "cumulative"'
             raise InvalidRequest(message, param="output_kind")
         if self.priority is not None and not _is_priority(self.priority):

@@ -170,13 +170,13 @@ def first_sent(request: Request, stage: str, dispatched: float, arrived: float) 
 
     dispatched, arrived: when the request was dispatched to the stage, and when the first chunk arrived there.
     """
-    sent: list[tuple[float, str]] = []
+    earliest: tuple[float, str] | None = None
     for source in request.route.sources[stage]:
-        if source == CLIENT:
-            sent.append((dispatched, source))
-        elif (stats := request.stats.get(source)) is not None and stats.first_output is not None:
-            sent.append((stats.first_output, source))
-    return min((each for each in sent if each[0] <= arrived), default=None)
+        stats = request.stats.get(source)
+        at = dispatched if source == CLIENT else stats.first_output if stats is not None else None
+        if at is not None and at <= arrived and (earliest is None or (at, source) < earliest):
+            earliest = at, source
+    return earliest
 
 
 def _resumes(request: Request, runs: list[_Run], until: float) -> Iterator[Period]:

@@ -245,9 +245,9 @@ class WeightControl(Control):
             failed = any(_failed(reply) for reply in replies[stage])
             if failed or await self._die_again(part, {each: before[each] for each in lost}, timeout_s):
                 self._supervisor.desired.take_back(part)
-                for call in calls:
+                for call in calls:  # a worker that answers late gets the earlier weights next
                     if call.address.stage == stage:
-                        part.follow(call)  # a worker that answers late gets the earlier weights next
+                        self._supervisor.desired.follow(part, call)
                 await self._restore(stage, timeout_s)
             elif of_stage and all(reply.error is None and reply.value["complete"] for reply in replies[stage]):
                 self._supervisor.desired.keep_only(stage, CAPABILITY, key)
@@ -258,7 +258,7 @@ class WeightControl(Control):
 
         Replicas that load with them do so when they are ready (see ``Supervisor``).
         """
-        part.note_end(call, reply)
+        self._supervisor.desired.note_end(part, call, reply)
         if _failed(reply):
             self._supervisor.desired.take_back(part)
         for replica in self._supervisor.replicas.values() if part.taken_back else ():

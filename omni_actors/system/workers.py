@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from omni_actors.config import Pipeline
-from omni_actors.protocol.messages import CLIENT, Address, Gathering, WorkerSpec
+from omni_actors.protocol.messages import CLIENT, Address, Bounds, WorkerSpec
 from omni_actors.stages import assets
 from omni_actors.supervisor.calls import CALL_MESSAGES
 from omni_actors.supervisor.edges import EdgeSpec
@@ -54,7 +54,6 @@ def worker_spec(
 ) -> WorkerSpec:
     """Return what the worker of one replica runs. models: the model directory by stage. devices: its own ones."""
     limits, name = pipeline.limits, address.stage
-    bounds = Gathering(limits.retain_bytes, limits.worker_retain_bytes)
     return WorkerSpec(
         address=address,
         factory=pipeline.spec(name).factory,
@@ -70,7 +69,8 @@ def worker_spec(
         spins=pipeline.spins,
         shares_cores=pipeline.shares_cores and pipeline.stages[name].device == "cpu",
         resumable=pipeline.resumable(name),
-        gathering=None if pipeline.async_chunk else bounds,
+        bounds=Bounds(limits.retain_bytes, limits.worker_retain_bytes),
+        gathers=not pipeline.async_chunk,
     )
 
 

@@ -60,7 +60,7 @@ class ActiveRequest:
         self.first_input: float | None = None
         self.first_output: float | None = None
         self._step_s_before = step_s
-        self.sent_bytes = {str(target): 0 for target in start.targets}
+        self.sent_bytes = dict.fromkeys(start.targets, 0)
 
     def awaits(self, source: str) -> bool:
         """Whether chunks of a source are still to come."""
@@ -70,7 +70,7 @@ class ActiveRequest:
     @property
     def first_needed(self) -> int:
         """The number of the first output that a target lacks."""
-        return min((self.needed_from.get(target, 0) for target in self.targets), default=0)
+        return min((self.needed_from.get(target, 0) for target in self.targets), default=0) if self.needed_from else 0
 
     @property
     def input_complete(self) -> bool:
@@ -127,7 +127,7 @@ class ActiveRequest:
         self.remove_targets(target.stage)
         self.needed_from.pop(target, None)
         self.targets = (*self.targets, target)
-        self.sent_bytes.setdefault(str(target), 0)
+        self.sent_bytes.setdefault(target, 0)
 
     def remove_targets(self, stage: str) -> None:
         """Send no more outputs to ``stage``."""
@@ -147,7 +147,7 @@ class ActiveRequest:
             finished=finished,
             step_s=step_s - self._step_s_before,
             chunks=self.seq,
-            sent_bytes=self.sent_bytes,
+            sent_bytes={str(target): size for target, size in self.sent_bytes.items()},
             node=_NODE,
         )
 

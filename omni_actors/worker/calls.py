@@ -19,7 +19,6 @@ from omni_actors.worker.profiler import WorkerProfiler
 
 LARGEST_VALUE = 100 * 1024
 """Most bytes of an encoded value: it travels in one control message."""
-LONGEST_REASON = 16_384
 
 
 class WorkerCalls:
@@ -49,22 +48,12 @@ class WorkerCalls:
     def answer(self, engine: StageEngine, call: Call) -> CallAnswer:
         """Carry a call out and return the answer. Raises what the engine raises, other than ``InvalidRequest``."""
         try:
-            value = self._call(engine, call)
+            return CallAnswer(call.number, _encoded(self._call(engine, call)))
         except Unsupported as error:
-            refusal = CallRefusal(error.why[:LONGEST_REASON], unsupported=error.capability)
-            return CallAnswer(call.number, refusal=refusal)
+            refusal = CallRefusal(error.why[: messages.LONGEST_REASON], unsupported=error.capability)
         except InvalidRequest as error:
-            refusal = CallRefusal(error.message[:LONGEST_REASON], param=error.param, code=error.code)
-            return CallAnswer(call.number, refusal=refusal)
-        try:
-            encoded = msgspec.msgpack.encode(value)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            message = f"the value cannot be sent: {error}"[:LONGEST_REASON]
-            return CallAnswer(call.number, refusal=CallRefusal(message, code="answer_not_encodable"))
-        if len(encoded) > LARGEST_VALUE:
-            message = f"the answer has {len(encoded)} bytes; at most {LARGEST_VALUE} can be sent"
-            return CallAnswer(call.number, refusal=CallRefusal(message, code="answer_too_large"))
-        return CallAnswer(call.number, msgspec.Raw(encoded))
+            refusal = CallRefusal(error.message[: messages.LONGEST_REASON], param=error.param, code=error.code)
+        return CallAnswer(call.number, refusal=refusal)
 
     def establish(self, engine: StageEngine, desired: Sequence[Desired]) -> None:
         """Bring a new engine to the desired state of its stage. Raises Unsupported, and what the engine raises."""
@@ -125,6 +114,18 @@ _OWN: dict[str, Callable[..., Any]] = {
     "supports": WorkerCalls._supports,
     "worker_status": WorkerCalls._status,
 }
+
+
+def _encoded(value: Any) -> msgspec.Raw:
+    """Encode the value of an answer. Raises InvalidRequest: it cannot be sent."""
+    try:
+        encoded = msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidRequest(f"the value cannot be sent: {error}", code="answer_not_encodable") from error
+    if len(encoded) > LARGEST_VALUE:
+        message = f"the answer has {len(encoded)} bytes; at most {LARGEST_VALUE} can be sent"
+        raise InvalidRequest(message, code="answer_too_large")
+    return msgspec.Raw(encoded)
 
 
 def memory() -> dict[str, int]:

@@ -12,16 +12,16 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
-from omni_actors.protocol.messages import CheckpointMemory, Start
+from omni_actors.protocol.messages import Bounds, CheckpointMemory, Start
 from omni_actors.stages.base import StageCheckpoint
 from omni_actors.worker.control import AttachCheckpoint, Control
 from ringbuf import BundleCorrupted, Frame, RingCorrupted, Snapshot, decode_bundle, encode_bundle
 
 HEADROOM = 1024
 """Bytes by which a later checkpoint may exceed the first one: numbers in its data take more bytes as they grow."""
+_NO_FRAME = nullcontext()
 
 
 class Checkpoints:
@@ -30,12 +30,11 @@ class Checkpoints:
     control: takes the messages for the parent.
     """
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
+    def __init__(self, control: Control, bounds: Bounds) -> None:
+        self._control, self._bounds = control, bounds
         self._memories: dict[int, Snapshot] = {}
-        self._limits: dict[int, int] = {}
-        """The most bytes of memory for each active request."""
-        self._worker_limit = 0
+        self._kept: dict[int, bool] = {}
+        """Whether the checkpoints of each active request are kept."""
         self._reported = False
 
     def attach(self, command: AttachCheckpoint) -> None:
@@ -47,30 +46,25 @@ class Checkpoints:
         except (RingCorrupted, OSError) as error:
             self._report(command.request, error)
 
-    @contextmanager
-    def last(self, start: Start) -> Iterator[StageCheckpoint | None]:
-        """Begin a request, and give its last checkpoint. Its arrays are valid in the block.
+    def last(self, start: Start) -> tuple[AbstractContextManager[object], StageCheckpoint | None]:
+        """Begin a request, and return its last checkpoint, whose arrays are valid until the end of the context.
 
-        Raises FrameBorrowed at the end of the block if a view of them is alive.
+        The context raises FrameBorrowed at its end if a view of them is alive.
         """
-        self._limits[start.request], self._worker_limit = start.checkpoint_bytes, start.worker_retain_bytes
+        request = start.request
+        self._kept[request] = start.checkpointed
+        if (memory := self._memories.get(request)) is None:
+            return _NO_FRAME, None
         frame = None
         try:
-            if (memory := self._memories.get(start.request)) is not None:
-                frame = memory.read()
-            checkpoint = None if frame is None else _decoded(start.request, frame)
+            frame = memory.read()
+            return (_NO_FRAME, None) if frame is None else (frame, _decoded(request, frame))
         except (RingCorrupted, BundleCorrupted) as error:
-            self._report(start.request, error)
-            checkpoint = None
-            if frame is not None:
-                frame.release()
-            self._drop_memory(start.request)
-            frame = None
-        if frame is None:
-            yield None
-        else:
-            with frame:
-                yield checkpoint
+            self._report(request, error)
+        if frame is not None:
+            frame.release()
+        self._drop_memory(request)
+        return _NO_FRAME, None
 
     def write(self, checkpoint: StageCheckpoint) -> None:
         """Keep a checkpoint of an active request. Raises TypeError: a tensor or value that cannot be encoded."""
@@ -89,13 +83,13 @@ class Checkpoints:
 
     def _created(self, request: int, size: int) -> tuple[Snapshot, int] | None:
         """Create memory for checkpoints of ``size`` bytes, if the bounds allow it and there is some."""
-        others = sum(memory.nbytes for number, memory in self._memories.items() if number != request)
-        limit = min(self._limits[request], self._worker_limit - others)
-        if not self._limits[request]:
+        if not self._kept[request]:
             return None
+        others = sum(memory.nbytes for number, memory in self._memories.items() if number != request)
+        limit = min(self._bounds.request_bytes, self._bounds.worker_bytes - others)
         needed = Snapshot.needed_bytes(size + HEADROOM)
         if needed > limit:
-            setting = "retain_bytes" if limit == self._limits[request] else "worker_retain_bytes"
+            setting = "retain_bytes" if limit == self._bounds.request_bytes else "worker_retain_bytes"
             self._report(request, f"it needs {needed} bytes, and {max(0, limit)} are left (limits.{setting})")
             return None
         try:
@@ -106,7 +100,7 @@ class Checkpoints:
 
     def forget(self, request: int) -> None:
         """Drop what is kept here of a request that is not active any more. The parent may have its memory, too."""
-        self._limits.pop(request, None)
+        self._kept.pop(request, None)
         self._drop_memory(request)
 
     def close(self) -> None:

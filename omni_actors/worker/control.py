@@ -6,13 +6,11 @@ that runs, and the messages of a turn are sent together.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TypeAlias
 
 from omni_actors.protocol import messages, packets
@@ -59,7 +57,7 @@ class Control(ABC):
 
     @abstractmethod
     def bell(self) -> int:
-        """Return a descriptor that is readable when a command waits that is to wake the loop."""
+        """Return an eventfd that is readable when a command waits that is to wake the loop, which then empties it."""
 
     @abstractmethod
     def commands(self) -> Sequence[Command]:
@@ -117,8 +115,6 @@ class ControlSocket(Control):
 
     def commands(self) -> Sequence[Command]:
         arrived, self._unread = self._unread, []
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
         try:
             while (packet := packets.receive(self._socket)) is not None:
                 arrived += _commands(*packet)

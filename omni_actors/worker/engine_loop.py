@@ -19,9 +19,10 @@ Rules
 
 from __future__ import annotations
 
+import os
 import select
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 import msgspec
 
@@ -35,62 +36,59 @@ from omni_actors.worker.calls import WorkerCalls
 from omni_actors.worker.checkpoints import Checkpoints
 from omni_actors.worker.control import AttachCheckpoint, AttachRing, Control
 from omni_actors.worker.gathering import Gatherer
-from omni_actors.worker.incoming import Incoming, chunk_of
+from omni_actors.worker.incoming import Incoming
 from omni_actors.worker.outgoing import Outgoing, Retention
 from omni_actors.worker.pinning import UNPINNED, Pinning
 from ringbuf import Tensor
 
 CONGESTED_BYTES = 8 * 1024 * 1024
 """How many bytes may wait for room on an edge before the loop stands still (rule 5)."""
-RECEIVE_FRAMES, RECEIVE_BYTES = 64, 1024 * 1024
-"""What one edge may deliver between two steps, so that a fast producer does not keep a busy engine from stepping."""
-LONGEST_REFUSAL = 16_384
+RECEIVE_BYTES, LEAST_BYTES = 4 * 1024 * 1024, 64 * 1024
+"""After how many bytes an edge delivers nothing more before a step, so that a fast producer does not keep a busy engine
+from stepping; and what a chunk counts as at least."""
 
 
 class EngineLoop:
     """Runs one engine until ``Stop``, in one thread.
 
-    address: the replica that it runs.
+    spec: the replica that it runs, its bounds, and whether its engine is resumable (``stages.base``, rule 6).
     fence: the newest request number of earlier incarnations.
     control: brings commands, and takes the messages for the parent. Those of a turn are sent at its end.
-    resumable: whether the engine is resumable (``stages.base``, rule 6).
-    gathering: bounds of gathered input; None: the engine gets each chunk as it arrives.
     congested_bytes: see rule 5.
     pinning: page-locks the rings.
     arena: the memory of tensors that are passed by handle; None: all tensors travel as bytes.
 
-    ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` when
-    it made no progress.
+    ``run`` takes a whole thread. Single-threaded callers (the simulation) drive ``turn`` themselves, and ``park`` and
+    ``woken_by`` when no other turn is due.
     """
 
     def __init__(
         self,
-        address: messages.Address,
+        spec: messages.WorkerSpec,
         fence: int,
         control: Control,
         *,
-        resumable: bool,
-        gathering: messages.Gathering | None,
         congested_bytes: int = CONGESTED_BYTES,
         pinning: Pinning = UNPINNED,
         arena: Arena | None = None,
     ) -> None:
-        self._address, self._newest, self._control, self._resumable = address, fence, control, resumable
+        self._address, self._resumable = spec.address, spec.resumable
+        self._newest, self._control = fence, control
         self._congested_bytes, self._pinning, self._arena = congested_bytes, pinning, arena
         self._incoming: dict[messages.Address, Incoming] = {}
         self._outgoing: dict[messages.Address, Outgoing] = {}
         self._active = ActiveRequests()
         self._step_s = 0.0
         """Seconds of all steps so far."""
-        self._gatherer = Gatherer(gathering, self._active)
+        self._gatherer = Gatherer(spec.bounds if spec.gathers else None, self._active)
         self._finished: dict[int, ActiveRequest] = {}
         """Requests that have finished here and not ended, if they have decisions of stages upstream."""
         self._journals: dict[int, Journal] = {}
         """The journals of requests whose ``Start`` follows at once."""
-        self.calls = WorkerCalls(address.stage, lambda: len(self._active))
-        self._retention = Retention()
+        self.calls = WorkerCalls(spec.address.stage, lambda: len(self._active))
+        self._retention = Retention(spec.bounds)
         """Outputs of the requests that may be replayed; also of those that are finished here and have not ended."""
-        self._checkpoints = Checkpoints(control)
+        self._checkpoints = Checkpoints(control, spec.bounds)
         self._complete: list[messages.InputComplete] = []
         """One message for each last chunk that the engine was fed in this turn."""
         self.handling: int | None = None
@@ -101,8 +99,8 @@ class EngineLoop:
         """Serve until ``Stop``, then close the engine and the rings. An exception of the engine propagates."""
         try:
             while not self.stopping:
-                progressed, receiving = self.turn(engine)
-                if not progressed:
+                more, receiving = self.turn(engine)
+                if not more:
                     self._sleep(receiving=receiving)
             engine.close()
         finally:
@@ -111,17 +109,20 @@ class EngineLoop:
     def turn(self, engine: base.StageEngine) -> tuple[bool, bool]:
         """Handle commands, send what waited for room, receive chunks, make a step. Blocks only where the engine does.
 
-        Returns whether there was anything to do, and whether chunks are received now: not while congested.
+        Returns whether another turn is due at once, and whether chunks are received now: not while congested. A turn
+        handles all that has arrived and may be received, unless an edge delivers too much at once. What comes later,
+        and is to wake the loop, rings a bell.
         """
-        progressed = self._handle_commands(engine)
-        congested = self._flush() > self._congested_bytes
-        if not congested:
-            progressed |= self._receive(engine)
+        self._handle_commands(engine)
+        more = self.stopping
+        receiving = self._flush() <= self._congested_bytes
+        if receiving:
+            more |= self._receive(engine)
             if engine.busy and not self.calls.frozen:
-                self._step(engine)
-                progressed = True
+                receiving = self._step(engine) <= self._congested_bytes
+                more |= engine.busy
         self._send_notices()
-        return progressed, not congested
+        return more, receiving
 
     def _send_notices(self) -> None:
         """Send the turn's messages. A request that has finished here needs no ``InputComplete``."""
@@ -132,7 +133,7 @@ class EngineLoop:
         self._control.send()
 
     def park(self, *, receiving: bool) -> list[int]:
-        """Return the doorbells to sleep on after a turn without progress. [] if there is something to do already."""
+        """Return the doorbells to sleep on when no turn is due. [] if there is something to do already."""
         bells = [self._control.bell()]
         for out in self._outgoing.values():
             out.close_if_unread()
@@ -164,9 +165,8 @@ class EngineLoop:
 
     # commands
 
-    def _handle_commands(self, engine: base.StageEngine) -> bool:
-        commands = self._control.commands()
-        for command in commands:
+    def _handle_commands(self, engine: base.StageEngine) -> None:
+        for command in self._control.commands():
             match command:
                 case messages.Start() as start:
                     self._start(engine, start)
@@ -198,7 +198,6 @@ class EngineLoop:
                     self._control.add(self.calls.answer(engine, call))
                 case messages.Stop():
                     self.stopping = True
-        return bool(commands)
 
     def _start(self, engine: base.StageEngine, start: messages.Start) -> None:
         self._newest = max(self._newest, start.request)
@@ -206,11 +205,12 @@ class EngineLoop:
         self._active.note(active)
         if start.replayed:
             self._control.add(messages.Started(start.request))
-        if start.retain_bytes:
-            self._retention.begin(start.request, start.retain_bytes, start.worker_retain_bytes)
+        if start.retained:
+            self._retention.begin(start.request)
         self.handling = start.request
         try:
-            with self._checkpoints.last(start) as checkpoint:
+            frame, checkpoint = self._checkpoints.last(start)
+            with frame:
                 engine.start(stage_request(start, self._journals.pop(start.request, None), checkpoint))
         except base.REFUSALS as error:
             self._refuse(start.request, error)
@@ -257,59 +257,67 @@ class EngineLoop:
     # chunks in
 
     def _receive(self, engine: base.StageEngine) -> bool:
-        progressed = False
+        """Feed what has arrived. Return whether an edge may have more than it may deliver between two steps."""
+        more = False
         for producer, edge in self._incoming.items():
             received = 0
-            for _ in range(RECEIVE_FRAMES):
+            while received < RECEIVE_BYTES:
                 frame = edge.next_frame()
                 if frame is None:
                     break
-                header, tensors = chunks.decode(frame.data)
+                data = frame.data
+                header, tensors = chunks.decode(data)
                 if header.request > self._newest:
                     edge.early = frame
                     break
                 edge.early = None
-                progressed = True
                 with frame:
-                    size = frame.data.nbytes + header.arena_bytes
-                    received += size
+                    size = data.nbytes + header.arena_bytes
+                    received += max(size, LEAST_BYTES)
                     active = self._active.get(header.request)
                     complete = None if active is None else edge.complete(header, tensors)
-                    if active and complete is not None and self._accept(active, header, complete, producer):
-                        self._feed(engine, active, chunk_of(header, complete), size)
-                if received >= RECEIVE_BYTES:
-                    break
-        return progressed
+                    if active and complete is not None:
+                        self._take(engine, active, header, complete, producer, size)
+            else:
+                more = True
+        return more
 
-    def _accept(
+    def _take(
         self,
+        engine: base.StageEngine,
         active: ActiveRequest,
         header: chunks.ChunkHeader,
         tensors: Mapping[str, Tensor],
         producer: messages.Address,
-    ) -> bool:
+        size: int,
+    ) -> None:
+        """Feed a chunk of ``size`` bytes, if it is new."""
         try:
-            is_new = active.accept(header, tensors, producer)
-            self._active.note(active)
-            return is_new
+            if not active.accept(header, tensors, producer):
+                return
         except chunks.ReplayDiverged as error:
             self._control.add(messages.Unreplayable(active.request, str(error), needed=True, recomputable=False))
-            return False
-
-    def _feed(self, engine: base.StageEngine, active: ActiveRequest, chunk: base.Chunk, size: int) -> None:
+            return
+        from_client = header.source == messages.CLIENT
+        if header.last and from_client:
+            self._active.note(active)
         self.handling = active.request
         try:
+            chunk = base.Chunk(
+                source=header.source, seq=header.seq, last=header.last, tensors=tensors, data=header.data
+            )
             self._gatherer.feed(engine, active, chunk, size)
         except base.REFUSALS as error:
             self._refuse(active.request, error)
         else:
-            if chunk.last and chunk.source != messages.CLIENT:
-                self._complete.append(messages.InputComplete(active.request, chunk.source))
+            if header.last and not from_client:
+                self._complete.append(messages.InputComplete(active.request, header.source))
         self.handling = None
 
     # chunks out
 
-    def _step(self, engine: base.StageEngine) -> None:
+    def _step(self, engine: base.StageEngine) -> int:
+        """Make a step and send its outputs. Return the bytes that wait on the fullest edge."""
         began = time.monotonic()
         for output in engine.step():
             if isinstance(output, base.StageFailure):
@@ -318,8 +326,9 @@ class EngineLoop:
                 self._checkpoints.write(output)
             else:
                 self._emit(output, began)
-        self._flush()
+        waiting_bytes = self._flush()
         self._step_s += time.monotonic() - began
+        return waiting_bytes
 
     def _emit(self, output: base.StageOutput, step_began: float) -> None:
         made = time.monotonic()
@@ -338,12 +347,6 @@ class EngineLoop:
         arena = self._arena_for(active)
         encoded = outgoing.encode(header, {**output.tensors, **downstream}, kept=kept, arena=arena)
         active.seq += 1
-        if active.first_output is None and header.seq >= active.first_needed:
-            active.first_output = made
-        retention = self._retention
-        evicted = retention.end(active.request) if output.partial else retention.add(active.request, encoded)
-        for request, why in evicted:
-            self._control.add(messages.Unreplayable(request, why, needed=False))
         for target in active.targets:
             needed_from = active.needed_from.get(target, 0)
             if header.seq < needed_from:
@@ -356,6 +359,12 @@ class EngineLoop:
                 self._send(active, target, outgoing.encode(header, output.tensors))
             else:
                 self._send(active, target, encoded)
+        if active.first_output is None and header.seq >= active.first_needed:
+            active.first_output = made
+        retention = self._retention
+        evicted = retention.end(active.request) if output.partial else retention.add(active.request, encoded)
+        for request, why in evicted:
+            self._control.add(messages.Unreplayable(request, why, needed=False))
         if output.last:
             self._active.remove(output.request_id)
             self._checkpoints.forget(output.request_id)
@@ -377,26 +386,34 @@ class EngineLoop:
         # Rule 6; a client is the first target.
         at_once = target.stage == messages.CLIENT or active.targets[0].stage != messages.CLIENT
         self._outgoing[target].send(active.request, output, at_once=at_once)
-        active.sent_bytes[str(target)] += output.size
+        active.sent_bytes[target] += output.size
 
     def _refuse(self, request: int, error: base.InvalidRequest | base.TemporarilyRefused) -> None:
         self._active.remove(request)
         self._checkpoints.forget(request)
         param = error.param if isinstance(error, base.InvalidRequest) else None
-        message = error.message[:LONGEST_REFUSAL]
+        message = error.message[: messages.LONGEST_REASON]
         self._control.add(messages.Refused(request, message, param, error.code, retryable=error.retryable))
 
     # sleep
 
     def _flush(self) -> int:
         """Send what there is room for. Return the bytes that wait on the fullest edge."""
+        fullest = 0
         for edge in self._outgoing.values():
-            edge.flush()
-        return max((edge.waiting_bytes for edge in self._outgoing.values()), default=0)
+            if edge.waiting_bytes:
+                edge.flush()
+                fullest = max(fullest, edge.waiting_bytes)
+        return fullest
 
     def _sleep(self, *, receiving: bool) -> None:
         if bells := self.park(receiving=receiving):
             poll = select.poll()
             for bell in bells:
                 poll.register(bell, select.POLLIN)
-            poll.poll()
+            self.woken_by([bell for bell, _ in poll.poll()])
+
+    def woken_by(self, bells: Sequence[int]) -> None:
+        """End a sleep: empty the control connection's bell, if it is one of those that have rung."""
+        if (bell := self._control.bell()) in bells:
+            os.eventfd_read(bell)

@@ -1,6 +1,6 @@
 """Feeding an engine: each chunk as it arrives, or a request's whole input at once.
 
-Whole input is kept as copies, so that the rings stay free, within the bounds of ``messages.Gathering``. A request that
+Whole input is kept as copies, so that the rings stay free, within the bounds of ``messages.Bounds``. A request that
 exceeds its own bound is refused. One that exceeds the worker's is refused for now, unless it is replayed: a death must
 not refuse it, so a worker may gather more for the requests of dead ones, each within its own bound. Making its
 producers wait instead could block other requests, which share their rings.
@@ -21,7 +21,7 @@ TOO_LARGE = "gathered_input_too_large"
 class Gatherer:
     """Feeds the engine of one worker. bounds: None: chunks are fed as they arrive. active: the worker's requests."""
 
-    def __init__(self, bounds: messages.Gathering | None, active: ActiveRequests) -> None:
+    def __init__(self, bounds: messages.Bounds | None, active: ActiveRequests) -> None:
         self._bounds, self._active = bounds, active
 
     def feed(self, engine: StageEngine, request: ActiveRequest, chunk: Chunk, size: int) -> None:
@@ -42,7 +42,7 @@ class Gatherer:
             for each in self._active.take_gathered(request):
                 engine.feed(request.request, each)
 
-    def _excess(self, request: ActiveRequest, bounds: messages.Gathering) -> InvalidRequest | TemporarilyRefused | None:
+    def _excess(self, request: ActiveRequest, bounds: messages.Bounds) -> InvalidRequest | TemporarilyRefused | None:
         if request.gathered_bytes > bounds.request_bytes:
             limit = f"{bounds.request_bytes} bytes that a stage gathers (limits.retain_bytes)"
             return InvalidRequest(f"its input exceeds the {limit}", code=TOO_LARGE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from omni_actors.protocol.chunks import ChunkCorrupted, ChunkHeader
-from omni_actors.stages.base import Chunk
 from omni_actors.worker.arena import Arena, SenderArena
 from omni_actors.worker.pinning import UNPINNED, Pinning
 from ringbuf import Consumer, Frame, Ring, RingClosed, Tensor
@@ -60,8 +59,3 @@ class Incoming:
         if self._senders is not None:
             self._senders.close()
         self._pinning.close(self.ring)
-
-
-def chunk_of(header: ChunkHeader, tensors: Mapping[str, Tensor]) -> Chunk:
-    """Return a received chunk as the engine sees it."""
-    return Chunk(source=header.source, seq=header.seq, last=header.last, tensors=tensors, data=header.data)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from omni_actors.platform import death_mutex
+from omni_actors.platform.allocator import keep_freed_memory
 from omni_actors.protocol import messages
 from omni_actors.stages.base import StageContext, StageEngine, WarmsUp
 from omni_actors.worker import priority
@@ -44,7 +45,6 @@ MEMORIES = {
     "host": "omni_actors.worker.host_memory:HostMemory",
 }
 """The ``worker.arena.SharedMemory`` of each kind of ``device_handles``. A worker imports no library of its engine."""
-LONGEST_ERROR = 16_384
 LONGEST_NOTE = 1000
 
 
@@ -113,11 +113,9 @@ def _serve(control: ControlSocket, locks: InheritedLocks) -> None:
     configure = control.configure()
     spec = configure.spec
     loop = EngineLoop(
-        spec.address,
+        spec,
         configure.fence,
         control,
-        resumable=spec.resumable,
-        gathering=spec.gathering,
         pinning=Pinning(spec.device, enabled=spec.pin_rings, warn=control.warn),
         arena=_arena(spec, control),
     )
@@ -129,7 +127,7 @@ def _serve(control: ControlSocket, locks: InheritedLocks) -> None:
             loop.calls.establish(engine, configure.desired)
     except Exception as error:
         part = loop.calls.establishing
-        control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR], part))
+        control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[: messages.LONGEST_REASON], part))
         raise
     locks.release()
     control.add(messages.Ready(time.monotonic() - began))  # sent with the first turn, which attaches the rings
@@ -172,6 +170,7 @@ def _load(spec: messages.WorkerSpec, control: ControlSocket) -> StageEngine:
     gc.enable()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)  # glibc keeps what loading has freed: 0.4 GB of 1.4 GB, where linear layers were packed
+    keep_freed_memory()
     return engine
 
 

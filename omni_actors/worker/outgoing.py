@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from omni_actors.protocol import chunks
+from omni_actors.protocol.messages import Bounds
 from omni_actors.stages.base import TensorLike
 from omni_actors.worker.arena import Arena
 from omni_actors.worker.pinning import UNPINNED, Pinning
@@ -52,7 +53,7 @@ def encode(
         if isinstance(tensor, Tensor) and name not in placed:
             tensor.fetch()
     buffers = chunks.encode(header, {**tensors, **placed} if placed else tensors)
-    size = sum(buffer.nbytes for buffer in buffers)
+    size = sum(map(len, buffers))
     if arena is None or not placed:
         return Output(buffers, size)
     naming = msgspec.structs.replace(header, in_arena=arena.in_arena(placed))
@@ -89,9 +90,15 @@ class Outgoing:
     def send(self, request: int, output: Output, *, at_once: bool = True) -> None:
         """Send a chunk; queue it if there is no room, or for ``flush`` without ``at_once``."""
         by_handle = output.by_handle if self.by_handle else None
-        if by_handle is not None and sum(buffer.nbytes for buffer in by_handle) > self.producer.max_reserve:
+        if by_handle is not None and sum(map(len, by_handle)) > self.producer.max_reserve:
             by_handle = None  # the space of a message in fragments is given back before the message is read
         buffers, placed = (output.buffers, {}) if by_handle is None else (by_handle, output.placed)
+        fits = at_once and not (placed or self._waiting) and output.size <= self.producer.max_reserve
+        try:
+            if fits and self.producer.try_send(*buffers):
+                return
+        except RingClosed:
+            return
         self._waiting.append(_Waiting(request, self.producer.sending(*buffers), output.size, placed))
         self._waiting_of[request] += 1
         self.waiting_bytes += output.size
@@ -153,30 +160,31 @@ class Outgoing:
 class Retained:
     """The outputs of one request, encoded, from the first one on."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes, self.bytes = limit_bytes, 0
+    def __init__(self) -> None:
+        self.bytes = 0
         self.chunks: list[Output] = []
         self.evicted: str | None = None
         """Why nothing is retained any more, in words."""
 
 
 class Retention:
-    """The outputs that one worker retains, within a bound for each request and one for all."""
+    """The outputs that one worker retains, within ``bounds``."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
         self._by_request: dict[int, Retained] = {}
         self._held: dict[int, Retained] = {}
         """The requests of which outputs are retained."""
-        self._limit_bytes = self._bytes = 0
+        self._bytes = 0
 
     @property
     def requests(self) -> Set[int]:
         return self._by_request.keys()
 
-    def begin(self, request: int, limit_bytes: int, worker_limit_bytes: int) -> None:
+    def begin(self, request: int) -> None:
         """Retain the outputs of a request from its first one on, and forget what was retained of it before."""
         self.forget(request)
-        self._by_request[request], self._limit_bytes = Retained(limit_bytes), worker_limit_bytes
+        self._by_request[request] = Retained()
 
     def retains(self, request: int) -> bool:
         """Return whether the next output of this request is retained."""
@@ -203,14 +211,14 @@ class Retention:
         retained.chunks.append(output)
         retained.bytes += output.size + OVERHEAD_BYTES
         self._bytes += output.size + OVERHEAD_BYTES
-        evicted = []
-        if retained.bytes > retained.limit_bytes:
-            why = f"its outputs exceed the {retained.limit_bytes} bytes that are retained (limits.retain_bytes)"
+        evicted, bounds = [], self._bounds
+        if retained.bytes > bounds.request_bytes:
+            why = f"its outputs exceed the {bounds.request_bytes} bytes that are retained (limits.retain_bytes)"
             evicted.append((request, self._evict(request, why)))
-        while self._bytes > self._limit_bytes:
+        while self._bytes > bounds.worker_bytes:
             largest = max(self._held, key=lambda each: self._held[each].bytes)
             why = (
-                f"its retained outputs were evicted, as the largest of more than {self._limit_bytes} bytes"
+                f"its retained outputs were evicted, as the largest of more than {bounds.worker_bytes} bytes"
                 " in one worker (limits.worker_retain_bytes)"
             )
             evicted.append((largest, self._evict(largest, why)))

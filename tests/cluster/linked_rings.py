@@ -13,6 +13,8 @@ from ringbuf import Consumer, Producer, Ring
 
 SECRET = bytes(range(32))
 WATCHDOG_S = 30.0
+LONG_S = 300.0
+"""A time of silence that does not pass while a test runs."""
 
 
 class Losses:

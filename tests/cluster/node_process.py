@@ -10,9 +10,7 @@ import sys
 
 from omni_actors.cluster.pump import Pump
 from ringbuf import Ring
-from tests.cluster.linked_rings import SECRET
-
-SILENT_S = 2.0
+from tests.cluster.linked_rings import LONG_S, SECRET
 
 
 def main(action: str, host: str = "127.0.0.1", port: str = "0") -> None:
@@ -20,7 +18,7 @@ def main(action: str, host: str = "127.0.0.1", port: str = "0") -> None:
     def report(link_id: int, why: str) -> None:
         print(f"lost {link_id}: {why}", file=sys.stderr)
 
-    pump = Pump(SECRET, "127.0.0.1", report, silent_s=SILENT_S)
+    pump = Pump(SECRET, "127.0.0.1", report, silent_s=LONG_S)
     with Ring.create(1 << 16) as ring:
         if action == "send":
             producer = ring.claim_producer()

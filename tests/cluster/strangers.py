@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import socket
 import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 
@@ -29,7 +30,8 @@ address, count = (sys.argv[1], int(sys.argv[2])), int(sys.argv[3])
 connections = []
 for n in range(count):
     connection = socket.create_connection(address)
-    connection.send(random.Random(n).randbytes(n % 80 + 1))
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        connection.send(random.Random(n).randbytes(n % 80 + 1))
     connections.append(connection)
     if len(connections) == 200:
         with connections.pop(0) as oldest, contextlib.suppress(ConnectionResetError):
@@ -138,18 +140,38 @@ def accept_and_shake_hands(listener: socket.socket) -> socket.socket:
     return connection
 
 
-def wait_early(pump: Pump, link_id: int, *, is_there: bool = True) -> None:
-    """Wait until a pump has accepted the connection of a link that it does not expect, or has none."""
-    give_up = time.monotonic() + WATCHDOG_S
-    while (link_id in pump._accepting._early) is not is_there:
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
+def wait_early(pump: Pump, link_id: int) -> None:
+    """Wait until a pump has accepted the connection of a link that it does not expect."""
+    _wait(lambda: link_id in pump._accepting._early)
 
 
 def wait_forgotten(pump: Pump, link_id: int) -> None:
-    """Wait until a pump has accepted the connection of a link that it does not expect, and has dropped it."""
+    """Wait until a pump has accepted the connection of a link that it does not expect, and has dropped it.
+
+    Its time is over as soon as it is there. The link may have another connection then.
+    """
     wait_early(pump, link_id)
-    wait_early(pump, link_id, is_there=False)
+    early = pump._accepting._early
+    channel = early[link_id][0]
+    pump._call(lambda: early.update({link_id: (channel, 0.0)}))
+    _wait(lambda: early.get(link_id, (None, 0.0))[0] is not channel)
+
+
+def give_up_link(pump: Pump, why: str = "") -> None:
+    """Let the time of a pump's one link be over that has no connection yet.
+
+    why: a part of the reason for which an attempt must have failed before.
+    """
+    _wait(lambda: any(why in dial.error for dial in list(pump._dialing._dials.values())))
+    # The first call may end an attempt, and then the second one gives the link up.
+    pump._call(lambda: [pump._dialing.pass_deadlines(math.inf) for _ in range(2)])
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + WATCHDOG_S
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
 
 
 def client_hello() -> bytes:

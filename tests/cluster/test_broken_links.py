@@ -9,7 +9,8 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.cluster.channel import Tls
-from omni_actors.cluster.link import ALIVE, END_MARK, HEADER
+from omni_actors.cluster.link import ALIVE, END_MARK, HEADER, MOST_MISSED, SIGNS
 from omni_actors.cluster.pump import Pump, PumpStopped
 from ringbuf import Ring, RingClosed, RingCorrupted
 from ringbuf._words import PRODUCER
-from tests.cluster.linked_rings import SECRET, WATCHDOG_S, LinkedRings, Losses, linked_rings, open_pump
-from tests.cluster.node_process import SILENT_S
+from tests.cluster.linked_rings import LONG_S, SECRET, WATCHDOG_S, LinkedRings, Losses, linked_rings, open_pump
 from tests.cluster.strangers import authenticated
+from tests.support.frozen import freeze
 from tests.support.network import Forwarder
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,7 +36,7 @@ STREAM = b"".join(HEADER.pack(len(message) << 8 | 1, 0) + message for message in
 
 @pytest.fixture(scope="module")
 def far() -> Iterator[tuple[Pump, Losses]]:
-    with open_pump() as made:
+    with open_pump(silent_s=LONG_S) as made:  # so it says once that it lives
         yield made
 
 
@@ -137,6 +138,15 @@ def _send_until_closed(made: LinkedRings) -> None:
         return
 
 
+def pass_checks(pump: Pump, count: int, between: Callable[[float], None] = lambda now: None) -> None:
+    """Let a pump check the silence of its links, as if time went by. between: called with the time of each check."""
+    now = time.monotonic()
+    for _ in range(count):
+        now += LONG_S / SIGNS + 0.001
+        between(now)
+        pump._call(lambda at=now: pump._pass_deadlines(at))
+
+
 @pytest.mark.parametrize(
     ("victim", "stop"), [("near", signal.SIGKILL), ("far", signal.SIGKILL), ("far", signal.SIGSTOP)]
 )
@@ -145,7 +155,7 @@ def test_a_killed_or_stopped_node_is_a_loss(victim: str, stop: signal.Signals) -
 
     A sending end that is stopped cannot be told from an idle one by its link.
     """
-    with open_pump(silent_s=SILENT_S) as (pump, losses), Ring.create(1 << 16) as ring:
+    with open_pump(silent_s=LONG_S) as (pump, losses), Ring.create(1 << 16) as ring:
         arguments = ["send", *map(str, pump.address)] if victim == "near" else ["receive"]
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.node_process", *arguments],
@@ -169,7 +179,14 @@ def test_a_killed_or_stopped_node_is_a_loss(victim: str, stop: signal.Signals) -
                     if number == 50:
                         assert process.stdout.readline()
             assert not losses.all()
-            process.send_signal(stop)
+            if stop == signal.SIGSTOP:
+                freeze(process.pid)
+                pass_checks(pump, 2 * MOST_MISSED)
+            else:
+                process.send_signal(stop)
+                process.wait()
+                if victim == "near":  # the ring is full, so only the signs that it is sent find out
+                    pass_checks(pump, 2 * MOST_MISSED)
             assert losses.next()[0] == 7
         finally:
             process.kill()
@@ -178,20 +195,67 @@ def test_a_killed_or_stopped_node_is_a_loss(victim: str, stop: signal.Signals) -
             pump.close(7)
 
 
-@pytest.mark.slow
+def test_a_sign_that_came_while_this_process_stood_still_is_read_before_its_link_is_lost() -> None:
+    """The process stands still after the pump has read, and before it looks how long the other node was silent."""
+    with open_pump(silent_s=LONG_S) as (near, losses), open_pump(silent_s=LONG_S) as (far_pump, _):
+        made = LinkedRings(near, far_pump, near_bytes=4096, far_bytes=4096)
+        made.receive()
+        made.send()
+        made.producer.send(b"before")
+        made.consumer.recv(WATCHDOG_S).release()
+        resumed = time.monotonic() + 10 * LONG_S
+
+        def stand_still() -> None:
+            far_pump._call(lambda: far_pump._pass_deadlines(resumed))  # it says that it lives
+            near._pass_deadlines(resumed)
+
+        near._call(stand_still)
+        assert not losses.all()
+        made.producer.send(b"after")
+        with made.consumer.recv(WATCHDOG_S) as frame:
+            assert frame.data == b"after"
+        made.close()
+
+
+def test_a_dead_node_is_noticed_in_the_time_that_this_process_runs() -> None:
+    """Seven checks, one each fifth of the time of silence. A standstill makes one check late, and counts as one."""
+    with open_pump(silent_s=LONG_S) as (near, losses), open_pump(silent_s=LONG_S) as (far_pump, _):
+        made = LinkedRings(near, far_pump, near_bytes=4096, far_bytes=4096)
+        made.receive()
+        made.send()
+        made.producer.send(b"last")
+        made.consumer.recv(WATCHDOG_S).release()
+        now, found = time.monotonic(), []
+        for passed_s in (LONG_S / 5, 10 * LONG_S, *[LONG_S / 5] * 6):
+            now += passed_s + 0.001
+            near._call(lambda at=now: near._pass_deadlines(at))
+            found.append(losses.all())
+        assert found == [*[[]] * 7, [(7, "no sign of the other node for 420 s")]]
+        made.close()
+
+
 def test_a_full_ring_is_no_loss_however_long_it_lasts() -> None:
     """The sending end's socket is full for longer than the time of silence; the receiving end says that it lives."""
-    with open_pump(silent_s=1.0) as (near, near_losses), open_pump(silent_s=1.0) as (far_pump, far_losses):
+    with open_pump(silent_s=LONG_S) as (near, near_losses), open_pump(silent_s=LONG_S) as (far_pump, far_losses):
         made = LinkedRings(near, far_pump, near_bytes=1 << 16, far_bytes=1 << 16)
         made.receive()
         made.send()
-        sent = 0
-        while True:
+        sent, is_held_back = 0, False
+        while not is_held_back or made.far_ring.statistics().used <= (1 << 15) - 64:
             try:
-                made.producer.send(sent.to_bytes(4, "little") + bytes(30_000), timeout=3.0)
+                made.producer.send(sent.to_bytes(4, "little") + bytes(30_000), timeout=0.5)
+                sent, is_held_back = sent + 1, False
             except TimeoutError:
-                break
-            sent += 1
+                is_held_back = True
+
+        def say_alive(now: float) -> None:
+            far_pump._call(lambda: far_pump._pass_deadlines(now))
+            give_up = time.monotonic() + WATCHDOG_S
+            while not near._links[7]._was_heard:  # type: ignore[attr-defined]
+                assert time.monotonic() < give_up
+                time.sleep(0.001)
+
+        pass_checks(near, 2 * MOST_MISSED, say_alive)
         for number in range(sent):
             with made.consumer.recv(WATCHDOG_S) as frame:
                 assert int.from_bytes(frame.data[:4], "little") == number
@@ -201,9 +265,9 @@ def test_a_full_ring_is_no_loss_however_long_it_lasts() -> None:
 
 
 def test_a_link_that_cannot_be_made_is_a_loss() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, open_pump(silent_s=0.2) as (near, losses):
+    with socket.socket() as taken, open_pump(silent_s=0.2) as (near, losses):
+        taken.bind(("127.0.0.1", 0))  # it does not listen
         address = taken.getsockname()
-        taken.close()
         with Ring.create(4096) as ring:
             near.send(7, ring.claim_consumer(), address)
             link_id, why = losses.next()

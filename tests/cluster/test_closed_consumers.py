@@ -54,7 +54,7 @@ class Closing(NamedTuple):
         """Let the consumer close its ring, and the link notice, while the way back takes nothing."""
         self.far.full = True
         for _ in range(2):
-            self.link.check_silence(0.0, 1.0)
+            self.link.check_silence(1.0)
         self.consumer.close()
         assert self.near.send([RECORD]) == len(RECORD)
         deadline = time.monotonic() + WATCHDOG_S
@@ -92,7 +92,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Closing]:
             with suppress(ssl.SSLWantReadError):
                 side._tls.do_handshake()
     with closing(Ring.create(1 << 16)) as ring, closing(ReceivingLink(1, ring.claim_producer())) as link, closing(near):
-        link.open(far, 0.0)
+        link.open(far)
         yield Closing(link, far, near, ring.claim_consumer())
 
 

@@ -13,9 +13,7 @@ from omni_actors.cli import main
 from tests.support.readme import ROOT
 
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-PIPELINE, NODES = (
-    f"name: mine\n{block}" if "stages" in block else block for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.S)[:2]
-)
+PIPELINE, NODES = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)[:2]
 PICTURE = re.findall(r"```text\n\$ omni-actors config explain mine.yaml --cluster nodes.yaml\n(.*?)```", PAGE, re.S)[0]
 """The example of the document."""
 

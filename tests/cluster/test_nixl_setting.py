@@ -26,7 +26,7 @@ stages:
   ear: {engine: echo, accepts: [audio], emits: audio}
 cluster: {transport: nixl}
 """
-LEASE_S = 2.0
+LEASE_S = 4.0
 EXTRA = r"pip install '\.\[nixl\]' in the clone"
 
 

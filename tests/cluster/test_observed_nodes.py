@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ from tests.support.spans import Spans, facts
 
 NODES = {"first": "a", "second": "parent"}
 LINKS = {"client.0>first.0": ("parent", "a"), "first.0>second.0": ("a", "parent"), "first.0>client.0": ("a", "parent")}
-LEASE_S = 4.0
+LEASE_S = 6.0
 
 
 class UncertainAgents(SubprocessAgents):
@@ -122,7 +123,8 @@ async def test_a_replica_is_down_as_soon_as_its_node_is_given_up() -> None:
         assert not omni.live_state().ready
         state, since = shown()
         assert state == "restarting"
-        assert since == pytest.approx(health.nodes["a"].since, abs=1.0)
+        assert since is not None
+        assert health.nodes["a"].since - 0.1 < since < time.time() + 0.1
         assert health.stages["first"][0].note == f"NodeLost: a: {health.nodes['a'].why}"
         assert health.stages["first"][0].history == []
 

@@ -12,8 +12,8 @@ import pytest
 from omni_actors.cluster.link import ALIVE, HEADER
 from omni_actors.cluster.pump import Pump
 from ringbuf import Ring
-from tests.cluster.linked_rings import SECRET, WATCHDOG_S, LinkedRings, open_pump
-from tests.cluster.strangers import accept_and_shake_hands, wait_forgotten
+from tests.cluster.linked_rings import LONG_S, SECRET, WATCHDOG_S, LinkedRings, open_pump
+from tests.cluster.strangers import accept_and_shake_hands, give_up_link, wait_forgotten
 from tests.support.open_descriptors import open_descriptors
 
 RESET = b"\1\0\0\0\0\0\0\0"
@@ -48,13 +48,14 @@ def test_a_connection_that_is_dropped_before_the_link_is_open_is_tried_again() -
 def test_no_record_is_sent_before_the_link_is_open() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        open_pump(silent_s=1.0) as (near, losses),
+        open_pump(silent_s=LONG_S, handshake_s=WATCHDOG_S) as (near, losses),
         Ring.create(4096) as ring,
     ):
         producer = ring.claim_producer()
         producer.send(MESSAGE)
         near.send(7, ring.claim_consumer(), listener.getsockname())
         with accept_and_shake_hands(listener) as connection:
+            give_up_link(near)
             assert losses.next() == (7, "no connection to {}:{}: no answer".format(*listener.getsockname()))
             with pytest.raises(ConnectionResetError):
                 assert connection.recv(1)
@@ -62,7 +63,7 @@ def test_no_record_is_sent_before_the_link_is_open() -> None:
 
 
 def test_a_connection_that_came_too_early_and_was_dropped_comes_again() -> None:
-    with open_pump() as (near, near_losses), open_pump(handshake_s=0.2) as (far, far_losses):
+    with open_pump() as (near, near_losses), open_pump(handshake_s=WATCHDOG_S) as (far, far_losses):
         made = LinkedRings(near, far, near_bytes=4096, far_bytes=4096)
         made.producer.send(MESSAGE)
         made.send()

@@ -45,7 +45,7 @@ from tests.cluster.subprocess_cluster import FixedPlaces
 from tests.support.echo_systems import generation_of, pid_of, read, until, wait_restarted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
-LEASE_S = 4.0
+LEASE_S = 6.0
 WATCHDOG_S = 90.0
 MONITORED_S = 5.0
 """Ray looks at the memory four times a second, unless it is told not to."""
@@ -262,8 +262,8 @@ async def test_a_node_that_comes_back_before_it_is_fenced_has_the_labels_that_it
     with ray_cluster("n1") as cluster, trio.fail_after(2 * WATCHDOG_S):
         async with OmniSystem.open("echo", cluster=cluster.address, overrides=placed) as omni:
             os.kill(cluster.raylets["n1"], signal.SIGKILL)
-            await trio.to_thread.run_sync(cluster.add, "n1", "other")
             await until(lambda: omni.health().nodes["n1"].state == "lost")
+            await trio.to_thread.run_sync(cluster.add, "n1", "other")
             await until(lambda: omni.health().nodes["n1"].state == "alive")
             assert "role=compute" in omni.health().stages["first"][0].note
             await trio.to_thread.run_sync(cluster.add, "n2")

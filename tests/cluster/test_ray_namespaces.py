@@ -45,7 +45,7 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.usefixtures("needs_namespaces"),
 ]
-SHORT_LEASE_S = 4.0
+SHORT_LEASE_S = 6.0
 PLACES: dict[str, str | Sequence[str]] = {"first": ("n1", "n2"), "second": ("n2", "n1"), "frail": ("n2", "n1")}
 NO_HEAD_S = 10
 """Seconds after which Ray's nodes end without their head; a minute by default."""

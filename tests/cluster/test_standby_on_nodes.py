@@ -22,7 +22,7 @@ from tests.support.network import Namespace, namespaces
 
 NODES = [Node(name="here", labels=(PARENT,)), *(Node(name=name, labels=("gpu",), gpus=1) for name in ("a", "b"))]
 """Each of the others claims to have one device, so it has room for one worker of the stage "first"."""
-LEASE_S = 4.0
+LEASE_S = 6.0
 
 
 @asynccontextmanager

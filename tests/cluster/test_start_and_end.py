@@ -26,13 +26,14 @@ from tests.cluster.subprocess_cluster import FixedPlaces, named, open_on_nodes
 from tests.support.echo_systems import WATCHDOG_S, read, until
 from tests.support.open_descriptors import open_descriptors
 
-SILENT_LEASE_S = 3.0
+LEASE_S = 6.0
+"""A node that stands still for a moment keeps it."""
 
 
 async def test_a_worker_whose_node_is_lost_while_it_is_started_is_started_on_another_one() -> None:
     """The agent stands still before its first worker is started, and is not known as lost yet."""
     agents, places = SubprocessAgents(), FixedPlaces({"first": ("a", "b"), "second": "parent"})
-    async with open_cluster(named("a", "b"), agents, places, lease_s=SILENT_LEASE_S) as cluster:
+    async with open_cluster(named("a", "b"), agents, places, lease_s=LEASE_S) as cluster:
         os.kill(agents.pids["a"], signal.SIGSTOP)
         with trio.fail_after(WATCHDOG_S):
             async with OmniSystem.open(long_answers(), spawner=cluster) as omni:
@@ -40,7 +41,7 @@ async def test_a_worker_whose_node_is_lost_while_it_is_started_is_started_on_ano
                 assert (replica.node, replica.generation) == ("b", 2)
                 [death] = replica.history
                 # Noticed is its silence, or that the kernel has ended it, because its lease is over by then, too.
-                silence = f"it asked for no renewal of its lease for {SILENT_LEASE_S:g} s"
+                silence = f"it asked for no renewal of its lease for {LEASE_S:g} s"
                 assert death.reason is not None
                 accepted = silence, "the control connection is lost"
                 assert death.reason.removeprefix("NodeLost: a: ").startswith(accepted)
@@ -74,15 +75,16 @@ def test_a_system_of_another_thread_is_closed_before_its_agents() -> None:
 
 
 class FailsOnce(SubprocessAgents):
-    """The first successor of an agent cannot be started."""
+    """The first successor of an agent cannot be started, once it ``may_fail``."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
-        self.starts, self._error = 0, error
+        self.starts, self._error, self.may_fail = 0, error, trio.Event()
 
     async def run(self, node: str, settings: AgentSettings) -> AgentEnd:
         self.starts += 1
         if self.starts == 2:
+            await self.may_fail.wait()
             raise self._error
         return await super().run(node, settings)
 
@@ -100,6 +102,7 @@ async def test_an_agent_that_cannot_be_started_for_now_is_tried_again(
         os.kill(agents.pids["a"], signal.SIGKILL)
         await until(lambda: cluster.agents["a"].number == first.number + 1)
         second = cluster.agents["a"]
+        agents.may_fail.set()
         await until(lambda: cluster.agents["a"].number > second.number and cluster.nodes()["a"].state == "alive")
         assert second.lost == f"its agent cannot be started: {error}"
 
@@ -140,7 +143,7 @@ def test_an_interrupt_while_the_parent_hears_an_agent_is_raised_in_the_users_tas
         handle(self, message)
 
     async def run() -> None:
-        async with open_cluster(named("a"), SubprocessAgents(), FixedPlaces({}), lease_s=1.0):
+        async with open_cluster(named("a"), SubprocessAgents(), FixedPlaces({}), lease_s=LEASE_S):
             armed.set()
             try:
                 await trio.sleep_forever()

@@ -71,7 +71,7 @@ def test_random_bytes_are_refused(rings: LinkedRings) -> None:
 
 
 def test_a_handshake_that_is_cut_at_any_byte_is_dropped() -> None:
-    with linked_rings(handshake_s=1.0) as rings:
+    with linked_rings(handshake_s=WATCHDOG_S) as rings:
         connection, said = authenticated(rings.far.address, 99)
         connection.close()
         wait_forgotten(rings.far, 99)
@@ -82,7 +82,7 @@ def test_a_handshake_that_is_cut_at_any_byte_is_dropped() -> None:
 
 
 def test_a_recorded_handshake_is_refused(rings: LinkedRings) -> None:
-    with linked_rings(link_id=8, handshake_s=1.0) as other:
+    with linked_rings(link_id=8, handshake_s=WATCHDOG_S) as other:
         connection, said = authenticated(other.far.address, 5)
         connection.close()
         wait_forgotten(other.far, 5)
@@ -126,14 +126,16 @@ def test_a_node_with_another_secret_is_refused_at_once() -> None:
 def test_silent_strangers_are_dropped_in_time() -> None:
     with open_pump(handshake_s=1.0) as (pump, _):
         strangers = [connect(pump.address) for _ in range(3)]
-        strangers[0].send(Connector(bytes(32), "link", 7).hello)
+        with suppress(ConnectionResetError, BrokenPipeError):  # its time may be over
+            strangers[0].send(Connector(bytes(32), "link", 7).hello)
         for stranger in strangers:
             wait_closed(stranger)
 
 
 def test_a_link_that_is_not_expected_is_dropped_in_time() -> None:
-    with open_pump(handshake_s=1.0) as (pump, _):
+    with open_pump(handshake_s=WATCHDOG_S) as (pump, _):
         connection, _ = authenticated(pump.address, 3)
+        wait_forgotten(pump, 3)
         wait_closed(connection)
         assert not pump.statistics()
 
@@ -164,7 +166,7 @@ def test_a_flood_of_connections_costs_little(rings: LinkedRings, count: int) -> 
 
 def test_nothing_is_left_of_pumps_and_strangers() -> None:
     before = open_descriptors()
-    with linked_rings(handshake_s=1.0) as made:
+    with linked_rings(handshake_s=WATCHDOG_S) as made:
         check_alive(made)
         strangers = [connect(made.far.address) for _ in range(100)]
         authenticated(made.far.address, 55)[0].close()

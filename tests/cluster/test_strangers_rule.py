@@ -39,6 +39,10 @@ def test_a_flood_from_other_addresses_displaces_no_node(flood: list[tuple[str, b
     assert survives("10.0.0.200", flood, has_hello=False)
 
 
+def test_a_flood_from_a_network_of_one_sender_displaces_no_node() -> None:
+    assert survives("2001:db8:0:1::1", [(f"2001:db8::{n:x}", True) for n in range(200)], has_hello=False)
+
+
 @given(st.integers(0, 200))
 def test_a_silent_flood_from_its_own_address_displaces_no_node_that_has_said_hello(count: int) -> None:
     assert survives("10.0.0.1", [("10.0.0.1", False)] * count, has_hello=True)

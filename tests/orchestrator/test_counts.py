@@ -31,7 +31,7 @@ def recount(orchestrator: Orchestrator) -> dict[str, object]:
 def counts(orchestrator: Orchestrator) -> dict[str, object]:
     replicas = orchestrator._dispatcher.placement.replicas
     return {
-        "loads": {address: orchestrator.load(address) for address in replicas},
+        "loads": {address: orchestrator.pools.loads[address] for address in replicas},
         "in_flight": orchestrator.in_flight,
         "names": orchestrator.open_requests,
     }
@@ -55,7 +55,7 @@ def test_after_every_step_of_any_task_the_counts_equal_a_recount(
             wrong.append((kept, right))
         steps += 1
         most_in_flight = max(most_in_flight, omni.in_flight)
-        most_loaded = max(most_loaded, *map(omni._orchestrator.load, omni._orchestrator._placement.replicas), 0)
+        most_loaded = max(most_loaded, *omni._orchestrator.pools.loads.values(), 0)
 
     monkeypatch.setattr(Simulation, "before_task_step", checked)
     deaths = 0

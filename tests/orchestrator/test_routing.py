@@ -7,6 +7,7 @@ import pytest
 
 from omni_actors.orchestrator import routing
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.request_input import RequestInput
 from omni_actors.orchestrator.routing import SLACK, Affinity, Candidate, Holder, StageRouting
 from omni_actors.protocol.messages import Address
 
@@ -19,7 +20,7 @@ def replica(number: int, load: int = 0, *, generation: int = 1, congested: bool 
 
 
 def asks(text: str = "", session: str | None = None) -> Affinity:
-    return Affinity(session, lambda: {"messages": [Input({"prompt": text})]})
+    return Affinity(session, RequestInput({"messages": [Input({"prompt": text})]}, {}))
 
 
 @pytest.mark.parametrize(

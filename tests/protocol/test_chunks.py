@@ -28,11 +28,25 @@ def test_what_a_chunk_passes_on_from_upstream_may_differ_in_a_replay() -> None:
     assert not accept(sequence, 0)
 
 
-@pytest.mark.parametrize("changed", [slice(0, 1), slice(5_000, 15_000), slice(-1, None)], ids=("first", "most", "last"))
+@pytest.mark.parametrize(
+    "changed",
+    [slice(0, 1), slice(5_000, 15_000), slice(7_000, 7_170), slice(7_085, 7_255), slice(-1, None)],
+    ids=("first", "most", "few", "others", "last"),
+)
 def test_a_chunk_of_a_deterministic_stage_that_differs_is_refused(changed: slice) -> None:
     sequence, other = ChunkSequence(1, "stage"), TENSOR.copy()
     assert accept(sequence, 0)
     other[changed] += 1
+    with pytest.raises(ReplayDiverged):
+        accept(sequence, 0, other)
+
+
+@pytest.mark.parametrize("shape", [(256, 1024, 1), (1024, 1024, 3), (512, 512, 3), (1280, 720, 3), (256, 588, 1)])
+def test_the_columns_of_a_large_tensor_are_compared(shape: tuple[int, int, int]) -> None:
+    picture = np.zeros(shape, np.uint8 if shape[2] == 3 else np.float32)
+    sequence, other = ChunkSequence(1, "stage"), picture.copy()
+    assert accept(sequence, 0, picture)
+    other[8:-8, 8:] += 1
     with pytest.raises(ReplayDiverged):
         accept(sequence, 0, other)
 

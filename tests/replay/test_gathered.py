@@ -24,8 +24,15 @@ def shared_system(fixture_processes: set[int], markers: Path) -> Iterator[Shared
         yield shared_system
 
 
-def test_a_stage_begins_when_its_input_is_complete(shared_system: SharedSystem, tmp_path: Path) -> None:
-    """The first stage holds its last output back until the client has all of its others."""
+def test_a_stage_begins_when_its_input_is_complete(
+    shared_system: SharedSystem, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """The first stage holds its last output back until the client has all of its others.
+
+    The clocks of other nodes are known to some milliseconds only, so there the order of two stages tells nothing that
+    is closer.
+    """
+    margin_s = 0.0 if pytestconfig.getoption("--world") == "local" else 0.02
     held = tmp_path / "held"
     os.mkfifo(held)
 
@@ -40,7 +47,7 @@ def test_a_stage_begins_when_its_input_is_complete(shared_system: SharedSystem, 
         stages = [outputs[-1].metrics.stages[stage] for stage in STAGES]
         for above, below in itertools.pairwise(stages):
             assert below.first_output_s is not None
-            assert below.first_output_s > above.finished_s
+            assert below.first_output_s > above.finished_s - margin_s
 
     shared_system.run(work)
 

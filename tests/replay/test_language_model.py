@@ -112,7 +112,9 @@ def test_an_answer_keeps_its_structure_after_a_kill(shared_system: tuple[SharedS
     opened.run(work)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [{}, pytest.param({"temperature": 1.0, "seed": 3}, marks=pytest.mark.kills)], ids=["greedy", "sampled"]
+)
 def test_a_guided_answer_goes_on_after_a_kill_at_every_tenth_output(
     shared_system: tuple[SharedSystem, Path], params: dict[str, Any]
 ) -> None:

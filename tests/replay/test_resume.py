@@ -6,6 +6,7 @@ The engine decides at random, so an answer with a repeated decision in it is not
 from __future__ import annotations
 
 import itertools
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,16 @@ async def test_a_deterministic_stage_behind_rounded_chunks_survives_one_death(ki
 async def test_a_deterministic_stage_that_repeats_rounded_chunks_otherwise_ends_the_request() -> None:
     """Both have died: the journal has no floats, and two different outputs are not joined."""
     async with OmniSystem.open(deterministic_behind_resumable(rounds=True)) as omni:
+
+        async def pieces() -> AsyncIterator[Input]:
+            """The last one comes after the deaths, so that no worker has finished before."""
+            for n in range(PIECES - 1):
+                yield Input({"n": n})
+            await wait_restarted(omni, {"first": 2, "second": 2})
+            yield Input({"n": PIECES - 1})
+
         with pytest.raises(StageCrashed, match="differs between the original and the replay"):
-            await read_and_kill(omni, submit_repeating(omni), "first", "second")
+            await read_and_kill(omni, omni.submit({"script": pieces()}, ("audio",)), "first", "second")
 
 
 @pytest.mark.parametrize(

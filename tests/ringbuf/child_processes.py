@@ -48,6 +48,12 @@ class Child:
     def is_dead(self) -> bool:
         return not self._open or bool(select.select([self._server], [], [], 0)[0])
 
+    def has_reported(self, line: str) -> bool:
+        """Read what the child has written until now, without waiting."""
+        while self._open and select.select([self._pipe], [], [], 0)[0] and self.read():
+            pass
+        return line in self.reports
+
     def read(self) -> bool:
         """Wait for reports. Return False when the child has exited and all reports have been read."""
         data = os.read(self._pipe, 1 << 16)

@@ -28,6 +28,9 @@ BIG = b"".join(n.to_bytes(4, "little") for n in range(CAPACITY // 4 * 3 // 2))
 STREAM = (b"first", BIG, b"third")
 FILLING = (b"a" * 1984, b"b" * 1984, b"c" * 100)
 
+SLEEPING = "sleeping"
+"""What a child reports each time that it goes to sleep."""
+
 Step = Callable[[str], None]
 
 NAMES = {8 * index: f"header word {index}" for index in range(HEADER // 8)} | {
@@ -167,12 +170,16 @@ def live(ring: Ring, report: Report, script: str, fatal: str, occurrence: int) -
             os.kill(os.getpid(), signal.SIGKILL)
         counts[kind] += 1
 
+    def go_to_sleep(kind: str) -> None:
+        step(kind)
+        report(SLEEPING)
+
     segment = ring._segment
     segment.words = SteppingWords(segment.words, step)  # type: ignore[assignment]
     segment.data = SteppingData(segment.data, step)  # type: ignore[assignment]
     Bell.ring = stepping(Bell.ring, "ring", step)  # type: ignore[method-assign]
     Bell.clear = stepping(Bell.clear, "clear", step)  # type: ignore[method-assign]
-    Waiter.wait = stepping(Waiter.wait, "sleep", step)  # type: ignore[method-assign]
+    Waiter.wait = stepping(Waiter.wait, "sleep", go_to_sleep)  # type: ignore[method-assign]
     SCRIPTS[script](ring, step, report)
     ring.close()
     step("end")

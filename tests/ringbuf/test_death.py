@@ -20,7 +20,7 @@ import pytest
 from ringbuf import Consumer, PeerDied, Producer, Ring, RingClosed, WrongGeneration
 from ringbuf._words import CONSUMER, PRODUCER, Column
 from tests.ringbuf.child_processes import WATCHDOG_S, Child, ChildHost
-from tests.ringbuf.death_scripts import CAPACITY, FILLING, MESSAGES, START, STREAM
+from tests.ringbuf.death_scripts import CAPACITY, FILLING, MESSAGES, SLEEPING, START, STREAM
 from tests.ringbuf.descriptors import descriptors, duplicates
 
 Bear: TypeAlias = Callable[[], Child]
@@ -231,8 +231,9 @@ def until_dead(ring: Ring, child: Child) -> None:
     wait_until(child.is_dead)
 
 
-def until_asleep(column: Column, peer: Column) -> Callable[[Ring, Child], None]:
-    return lambda ring, child: wait_until(lambda: child.is_dead() or asleep(ring, column, peer))
+def until_asleep(ring: Ring, child: Child) -> None:
+    """Not only until it announces sleep: it looks again then, and stays awake if something has come meanwhile."""
+    wait_until(lambda: child.is_dead() or child.has_reported(SLEEPING))
 
 
 @pytest.mark.slow
@@ -243,7 +244,7 @@ def test_a_producer_that_dies_at_any_step_of_whole_messages(host: ChildHost) -> 
 
 @pytest.mark.slow
 def test_a_producer_that_dies_at_any_step_of_fragments(host: ChildHost) -> None:
-    steps = at_every_step(host, "send fragments", False, outlive_producer(STREAM, until_asleep(PRODUCER, CONSUMER)))
+    steps = at_every_step(host, "send fragments", False, outlive_producer(STREAM, until_asleep))
     assert steps >= SENDING | ASLEEP
 
 
@@ -252,7 +253,7 @@ def test_a_producer_that_dies_at_any_step_of_waiting_for_space(host: ChildHost) 
         host,
         "send into a full ring",
         False,
-        outlive_producer(FILLING, until_asleep(PRODUCER, CONSUMER)),
+        outlive_producer(FILLING, until_asleep),
     )
     assert steps >= SENDING | ASLEEP | {"store producer.waits"}
 
@@ -264,9 +265,7 @@ def test_a_consumer_that_dies_at_any_step_of_whole_messages(host: ChildHost) -> 
 
 @pytest.mark.slow
 def test_a_consumer_that_dies_at_any_step_of_fragments(host: ChildHost) -> None:
-    steps = at_every_step(
-        host, "receive fragments", False, outlive_consumer(STREAM, 0, until_asleep(CONSUMER, PRODUCER))
-    )
+    steps = at_every_step(host, "receive fragments", False, outlive_consumer(STREAM, 0, until_asleep))
     assert steps >= RECEIVING | ASLEEP
 
 
@@ -275,7 +274,7 @@ def test_a_consumer_that_dies_at_any_step_of_waiting_for_messages(host: ChildHos
         host,
         "receive from an empty ring",
         False,
-        outlive_consumer(MESSAGES[:2], 0, until_asleep(CONSUMER, PRODUCER)),
+        outlive_consumer(MESSAGES[:2], 0, until_asleep),
     )
     assert steps >= RECEIVING | ASLEEP | {"store consumer.waits"}
 

@@ -105,9 +105,9 @@ def test_soak() -> None:
     rng = random.Random(seed)
     print(f"seed {seed}")
     counts: Counter[str] = Counter()
-    finish = time.monotonic() + SOAK_S
     with ChildHost("tests.ringbuf.soak_scripts") as upstream, ChildHost("tests.ringbuf.soak_scripts") as downstream:
-        while time.monotonic() < finish:
+        finish = time.monotonic() + SOAK_S
+        while not counts["rings"] or time.monotonic() < finish:
             counts["rings"] += 1
             with Ring.create(CAPACITY, generation=counts["rings"], checksums=rng.random() < 0.5) as ring:
                 counts += soak(ring, upstream, downstream, rng.choice((20, 200, 1000)), rng)

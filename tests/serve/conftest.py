@@ -42,14 +42,16 @@ stages:
 def command() -> Callable[..., subprocess.Popen[bytes]]:
     """Start ``python -m omni_actors.serve`` with arguments. Its workers can import the engines of these tests.
 
-    files: how many descriptors it may have.
+    files: how many descriptors it may have. module: run this one instead.
     """
 
-    def start(*arguments: str, stdout: Any, stderr: Any, files: int | None = None) -> subprocess.Popen[bytes]:
+    def start(
+        *arguments: str, stdout: Any, stderr: Any, files: int | None = None, module: str = "omni_actors.serve"
+    ) -> subprocess.Popen[bytes]:
         root = HERE.parent.parent
         path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "omni_actors.serve", *arguments]
+        command = [sys.executable, "-m", module, *arguments]
         if files is not None:
             command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(files), *command]
         return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=root)
@@ -72,6 +74,7 @@ def start(
         api_key: str | None = None,
         ready: bool = True,
         files: int | None = None,
+        module: str = "omni_actors.serve",
     ) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("server")
         if "\n" in config:
@@ -81,7 +84,7 @@ def start(
             arguments = (*arguments, "--api-key", api_key)
         stdout, stderr = folder / "stdout", folder / "stderr"
         with stdout.open("wb") as out, stderr.open("wb") as err:
-            process = command(config, "--port", "0", *arguments, stdout=out, stderr=err, files=files)
+            process = command(config, "--port", "0", *arguments, stdout=out, stderr=err, files=files, module=module)
         try:
             server = Server(process=process, stdout=stdout, stderr=stderr, api_key=api_key, wait_ended=wait_ended)
             with server.http:

@@ -17,6 +17,7 @@ import pytest
 import trio
 
 from omni_actors import config
+from omni_actors.serve.access import admission
 from omni_actors.serve.api.audio_schemas import SpeechRequest, TranscriptionRequest
 from omni_actors.serve.api.response_schemas import ResponsesRequest
 from omni_actors.serve.api.schemas import ChatRequest
@@ -29,7 +30,7 @@ from tests.support.served_engines import REFUSED_S
 
 CONFIG = """\
 name: studio
-limits: {deadline_s: 0.5}
+limits: LIMITS
 stages:
   eye: {engine: "tests.support.served_engines:Eye", accepts: [image, messages], emits: text}
   ear: {engine: "tests.support.served_engines:Ear", accepts: [audio], emits: transcript}
@@ -54,9 +55,9 @@ def without_collections() -> Iterator[None]:
 
 
 @pytest.fixture
-async def url(tmp_path: Path, without_collections: None) -> AsyncIterator[str]:
-    """A server in this process."""
-    (tmp_path / "studio.yaml").write_text(CONFIG)
+async def url(request: pytest.FixtureRequest, tmp_path: Path, without_collections: None) -> AsyncIterator[str]:
+    """A server in this process. The parameter: its pipeline's limits; by default, none are set."""
+    (tmp_path / "studio.yaml").write_text(CONFIG.replace("LIMITS", getattr(request, "param", "{}")))
     pipeline = config.load(tmp_path / "studio.yaml", {})
     run = partial(serve, pipeline, ServerSettings(port=0), announce=None, handles_signals=False)
     async with trio.open_nursery() as nursery:
@@ -95,6 +96,20 @@ async def test_a_recording_that_an_engine_refuses_is_freed(url: str, recording: 
     assert await kept_after(lambda: post(url, "/v1/audio/transcriptions", **form)) == (400, [])
 
 
+async def test_the_audio_of_a_request_counts_until_its_response_has_ended(
+    url: str, recording: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of silence is small, and its samples are not."""
+    monkeypatch.setattr(admission, "MAX_AUDIO_BYTES", 4 * 16_000, raising=False)
+
+    def transcribe(seconds: float) -> int:
+        form: dict[str, Any] = {"data": {"model": "studio"}, "files": {"file": ("a.wav", recording(seconds))}}
+        return post(url, "/v1/audio/transcriptions", **form)
+
+    for seconds, status in ((1.0, 200), (1.0, 200), (1.1, 429), (REFUSED_S, 400), (1.0, 200)):
+        assert await trio.to_thread.run_sync(transcribe, seconds) == status
+
+
 async def test_a_request_that_the_server_refuses_is_freed(url: str) -> None:
     bad = {"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}
     asked = {"model": "studio", "messages": [{"role": "user", "content": [bad]}]}
@@ -121,10 +136,11 @@ def test_errors_that_caused_each_other_are_forgotten() -> None:
     assert (first.__traceback__, second.__traceback__) == (None, None)
 
 
+@pytest.mark.parametrize("url", ["{deadline_s: 3}"], indirect=True)
 @pytest.mark.parametrize("format", ["mp3", "flac"])
 @pytest.mark.slow
 async def test_speech_that_its_deadline_cuts_is_freed(url: str, format: str) -> None:
-    """A stream is cut, and flac is refused as a whole."""
+    """A stream is cut, and flac is refused as a whole. The speech takes 10 s."""
     asked = {"model": "studio", "input": "la " * 1000, "response_format": format}
     status, kept = await kept_after(lambda: post(url, "/v1/audio/speech", json=asked))
     assert (status, kept) == (504 if format == "flac" else 0, [])

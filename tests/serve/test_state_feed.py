@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import pytest
 import trio
 
-from omni_actors.serve.state_feed import KEPT, StateFeed
+from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.state_feed import KEPT, MAX_VIEWERS_PER_ADDRESS, StateFeed
 from omni_actors.system import LiveState
 
 
@@ -43,6 +44,16 @@ async def test_a_new_viewer_of_an_idle_system_gets_its_time_now(autojump_clock: 
         await trio.sleep(5000)
         async with aclosing(feed.events("a")) as second:
             assert _document(await anext(second))["at"] == began + 5000
+
+
+async def test_all_addresses_of_a_network_have_the_viewers_of_one() -> None:
+    feed = StateFeed(_state, lambda: False)
+    async with AsyncExitStack() as viewers:
+        for number in range(MAX_VIEWERS_PER_ADDRESS):
+            await anext(await viewers.enter_async_context(aclosing(feed.events(f"2001:db8::{number:x}"))))
+        with pytest.raises(HTTPError, match="viewers of this address"):
+            await anext(feed.events("2001:db8::ffff"))
+        await anext(await viewers.enter_async_context(aclosing(feed.events("2001:db8:0:1::1"))))
 
 
 @pytest.mark.parametrize("changes", [3, KEPT, KEPT + 1])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import psutil
 import pytest
@@ -39,6 +40,7 @@ from omni_actors.stress.schedule import (
 from omni_actors.stress.workload import Workload, workload_of
 from omni_actors.system import OmniSystem
 from ringbuf import Ring
+from tests.stress.patience import PATIENT
 
 WATCHDOG_S = 60.0
 ONE_KILL = Schedule("idle", None, (Submit("audio, long"), Wait(30), Kill(("second",)), Settle()))
@@ -88,9 +90,10 @@ def test_a_worker_has_more_time_to_load_behind_another_one() -> None:
 
 @pytest.mark.slow
 def test_a_resumable_stage_goes_on_in_its_standby(baseline: Workload, mark: str) -> None:
-    """Its weights are not updated, those of the other stage are."""
-    overrides = {
-        "stages.first.options.step_s": 0.02,
+    """Its weights are not updated, those of the other stage are. The request takes 9 s, and is hit after 4 s."""
+    overrides: dict[str, Any] = {
+        **PATIENT,
+        "stages.first.options.step_s": 0.15,
         "stages.second.engine": "omni_actors.stress.simulation.deciding:DecidingEngine",
         "stages.second.options": {"steps": 2},
         "stages.second.resumable": True,
@@ -98,7 +101,7 @@ def test_a_resumable_stage_goes_on_in_its_standby(baseline: Workload, mark: str)
     }
     workload = workload_of(baseline.pipeline, overrides)
     workload.oracle = baseline.oracle
-    operations = (UpdateWeights(), Settle(), Submit("audio, long"), Wait(300), Kill(("second",)), Settle())
+    operations = (UpdateWeights(), Settle(), Submit("audio, long"), Wait(4000), Kill(("second",)), Settle())
     result = run_schedule(workload, Schedule("idle", None, operations), mark)
     assert result.found == []
     row = result.rows["SIGKILL", "idle"]
@@ -108,8 +111,8 @@ def test_a_resumable_stage_goes_on_in_its_standby(baseline: Workload, mark: str)
 @pytest.mark.slow
 def test_a_request_that_crashes_again_may_wait_longer_than_the_patience(baseline: Workload, mark: str) -> None:
     """While others use its stage, the orchestrator lets it wait for 30 s. That is no hang."""
-    operations = (Wait(300), Crash("first", "raise", "replay"), Settle(), Wait(4500))
-    result = run_schedule(replace(baseline, patience_s=4.0), Schedule("one", None, operations), mark)
+    operations = (Wait(300), Crash("first", "raise", "replay"), Settle(), Wait(10_500))
+    result = run_schedule(replace(baseline, patience_s=10.0), Schedule("one", None, operations), mark)
     assert result.found == []
     (timing,) = result.rows["exception in step, replayed", "one"].timings
     assert timing.detected_s is not None
@@ -118,11 +121,12 @@ def test_a_request_that_crashes_again_may_wait_longer_than_the_patience(baseline
 
 @pytest.mark.slow
 def test_a_request_keeps_the_version_of_its_adapter_through_a_kill_and_a_switch(baseline: Workload, mark: str) -> None:
+    slow = configuration.load(baseline.pipeline, {"stages.first.options": {"step_s": 0.07}})  # they take 4 s
     operations = (
         *(Submit("audio, adapter"), Submit("text, adapter"), Wait(20), SwitchAdapter(1), Kill(("first", "second"))),
         *(Settle(), Submit("audio, adapter"), Wait(20), Kill(("second",)), SwitchAdapter(0), Settle()),
     )
-    result = run_schedule(baseline, Schedule("idle", None, operations), mark)
+    result = run_schedule(replace(baseline, pipeline=slow), Schedule("idle", None, operations), mark)
     assert result.found == []
     assert sum(row.repeated for row in result.rows.values()) >= 2
 

@@ -106,7 +106,7 @@ def test_the_command_prints_how_to_repeat_a_failure(tmp_path: Path, monkeypatch:
 
 
 def test_nodes_need_a_simulation() -> None:
-    assert "--nodes needs --simulate" in CliRunner().invoke(main, ["stress", "--nodes", "5"]).stderr
+    assert "--nodes needs --simulate" in CliRunner().invoke(main, ["stress", "--nodes", str(NODES)]).stderr
 
 
 # planted bugs

@@ -73,11 +73,16 @@ def test_the_system_passes() -> None:
         assert result.tally.found == [], (seed, result.tally.found, *result.log)
 
 
-@pytest.mark.parametrize("seed", [41_002_499, 41_014_107, 61_017_834, 74_102_185])
+@pytest.mark.parametrize(
+    "seed", [41_002_499, 41_014_107, 61_017_834, 70_005_244, 73_015_005, 74_011_661, 74_102_185, 77_013_818]
+)
 def test_schedules_that_were_violated_once(seed: int) -> None:
     """What violated them: a dead stage did not start again for one that was computed again; pauses overlapped.
 
-    The last one was a false alarm: scaling made a replica a standby between the placement and the start of a request.
+    The last five were false alarms: a request may be to blame for the ends of engines in two stages, also where one of
+    them hung; a replica that was removed had left suspects, whose trial used the replica that was ready first; scaling
+    made a replica a standby between the placement and the start of a request; and a replica was given up just before
+    the other one, which had been too, served again.
     """
     assert simulate(seed).tally.found == []
 
@@ -364,7 +369,7 @@ def test_a_removed_replica_whose_requests_do_not_resume_is_found(monkeypatch: py
         await remove(self, replica, None)
 
     monkeypatch.setattr(Supervisor, "remove", silent)
-    assert "hung" in kinds(first_violated(since=455, every=SCALED))
+    assert "hung" in kinds(first_violated(since=1240, every=SCALED))
 
 
 @pytest.mark.slow

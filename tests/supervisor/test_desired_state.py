@@ -11,7 +11,7 @@ from omni_actors.supervisor.incarnation import Incarnation
 
 
 def values(state: DesiredState) -> list[int]:
-    return [part.arguments["value"] for part in state.of("stage")]
+    return [part.desired.arguments["value"] for part in state.parts("stage")]
 
 
 def test_a_part_that_is_set_again_comes_last() -> None:

@@ -18,6 +18,7 @@ import trio
 import trio.testing
 
 from omni_actors.errors import WorkerExit
+from omni_actors.platform import allocator
 from omni_actors.protocol.messages import (
     Address,
     Configure,
@@ -37,7 +38,7 @@ from tests.support.open_descriptors import open_descriptors
 HERE = Address("here", 0)
 WATCHDOG_S = 60.0
 ENGINES = """
-    import json, os, psutil, signal, subprocess, sys, threading
+    import ctypes, json, os, psutil, resource, signal, subprocess, sys, threading
     from omni_actors.stages.echo.engine import EchoEngine
 
     def reports(context):
@@ -63,6 +64,15 @@ ENGINES = """
 
         def warm_up(self):
             self._report("every kernel ran once")
+
+    class CountsFaults(EchoEngine):
+        def gauges(self):
+            PR_SET_THP_DISABLE = 41
+            ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # a huge page is one fault
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(100):
+                [b"x" * 2**20 for _ in range(8)]
+            return {"faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before}
 
     def keeps_a_thread(context):
         global thread
@@ -191,6 +201,23 @@ async def test_an_engine_warms_up_before_its_worker_is_ready() -> None:
             while not (received and isinstance(received[-1], Ready)):
                 received.append((await worker.mailbox.incoming.receive())[0])
             assert received[-3:-1] == [Loading("warming up"), Loading("every kernel ran once")]
+
+
+async def test_a_worker_reuses_the_memory_of_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in allocator.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        pytest.skip("this C library is not glibc")
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            worker.mailbox.post(configure("process_engines:CountsFaults"))
+            while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
+                pass
+            worker.mailbox.post(Ping(1))
+            pong, _ = await worker.mailbox.incoming.receive()
+            assert isinstance(pong, Pong)
+            pages = 100 * 8 * 2**20 // os.sysconf("SC_PAGE_SIZE")
+            assert pong.gauges["faults"] < pages / 20
 
 
 async def test_any_number_of_tasks_may_wait_for_a_death() -> None:

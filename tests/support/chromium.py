@@ -113,6 +113,10 @@ class Page:
         self._call("Page.navigate", {"url": url})
         self.wait("document.readyState === 'complete'")
 
+    def run_first(self, script: str) -> None:
+        """Run a script in every page that is loaded from now on, before the page's own ones."""
+        self._call("Page.addScriptToEvaluateOnNewDocument", {"source": script})
+
     def metrics(self) -> dict[str, float]:
         """Return the browser's own figures of the page, such as "TaskDuration": seconds of its main thread."""
         return {each["name"]: each["value"] for each in self._call("Performance.getMetrics")["metrics"]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import trio
@@ -37,6 +37,14 @@ def two_stages() -> Pipeline:
 def ask(omni: OmniSystem, modalities: tuple[str, ...] = ("audio",), /, *, text: str = "x", **echo: Any) -> Generation:
     """Submit a request of one chunk that is never replayed. echo: the failures that it asks the engines for."""
     return omni.submit({"script": [Input({"text": text, "echo": echo})]}, modalities, on_failure="fail")
+
+
+async def words_until(event: trio.Event, *words: str) -> AsyncIterator[str]:
+    """Yield words for a script, the last of them after the event: no worker has finished the answer before it."""
+    for word in words[:-1]:
+        yield word
+    await event.wait()
+    yield words[-1]
 
 
 async def read(generation: Generation) -> list[Output]:

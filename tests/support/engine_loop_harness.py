@@ -18,12 +18,13 @@ from omni_actors.protocol.messages import (
     CLIENT,
     CLIENT_ADDRESS,
     Address,
+    Bounds,
     ControlMessage,
     Decided,
     Decisions,
-    Gathering,
     Start,
     Stop,
+    WorkerSpec,
 )
 from omni_actors.protocol.packets import Envelope, close_all
 from omni_actors.stages.base import StageEngine
@@ -35,6 +36,7 @@ from tests.support.stage_context import stage_context
 
 WATCHDOG_S = 60.0
 HERE = Address("here", 0)
+AMPLE = Bounds(1 << 20, 1 << 30)
 
 
 def echo(**options: Any) -> EchoEngine:
@@ -44,8 +46,8 @@ def echo(**options: Any) -> EchoEngine:
 class Watched(EngineLoop):
     """Puts each sleep into ``asleep``: True if the loop waits for input, False if it waits for room in its output."""
 
-    def __init__(self, *args: Any, resumable: bool, gathering: Gathering | None) -> None:
-        super().__init__(*args, resumable=resumable, gathering=gathering)
+    def __init__(self, spec: WorkerSpec, control: Control) -> None:
+        super().__init__(spec, 0, control)
         self.asleep: queue.Queue[bool] = queue.Queue()
         self.bells = 0
         """How many descriptors the last sleep was on."""
@@ -82,9 +84,8 @@ class QueuedControl(Control):
         return self._bell
 
     def commands(self) -> list[Command]:
-        for bell in (self._arrived, self._bell):
-            with suppress(BlockingIOError):
-                os.eventfd_read(bell)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._arrived)
         return [self._commands.popleft() for _ in range(len(self._commands))]
 
     def _write(self, notices: Sequence[Envelope]) -> None:
@@ -101,11 +102,12 @@ class QueuedControl(Control):
 class LoopHarness:
     """A loop with the far ends of its rings, and its messages."""
 
-    def __init__(self, *, resumable: bool = False, gathering: Gathering | None = None) -> None:
+    def __init__(self, *, resumable: bool = False, bounds: Bounds = AMPLE, gathers: bool = False) -> None:
         self._control = QueuedControl()
         self.messages, self.post = self._control.messages, self._control.post
         self.memories = self._control.memories
-        self.loop = Watched(HERE, 0, self._control, resumable=resumable, gathering=gathering)
+        spec = WorkerSpec(address=HERE, factory="", resumable=resumable, bounds=bounds, gathers=gathers)
+        self.loop = Watched(spec, self._control)
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._rings: list[Ring] = []
@@ -144,10 +146,9 @@ class LoopHarness:
         sources: tuple[str, ...] = (CLIENT,),
         targets: tuple[Address, ...] = (CLIENT_ADDRESS,),
         *,
-        retain_bytes: int = 0,
+        retained: bool = False,
         replayed: bool = False,
-        worker_retain_bytes: int = 1 << 30,
-        checkpoint_bytes: int = 0,
+        checkpointed: bool = False,
         needed_from: tuple[int, ...] = (),
         computed_from: int = 0,
         wakes: bool = True,
@@ -159,10 +160,9 @@ class LoopHarness:
                 targets=targets,
                 params=msgspec.Raw(msgspec.msgpack.encode({})),
                 downstream=True,
-                retain_bytes=retain_bytes,
+                retained=retained,
                 replayed=replayed,
-                worker_retain_bytes=worker_retain_bytes,
-                checkpoint_bytes=checkpoint_bytes,
+                checkpointed=checkpointed,
                 needed_from=needed_from,
                 computed_from=computed_from,
             ),
@@ -204,10 +204,10 @@ class LoopHarness:
 
 
 @contextmanager
-def open_harness(*, resumable: bool = False, gathering: Gathering | None = None) -> Iterator[LoopHarness]:
+def open_harness(*, resumable: bool = False, bounds: Bounds = AMPLE, gathers: bool = False) -> Iterator[LoopHarness]:
     """When the block ends, the loop has ended and every descriptor is closed."""
     before = len(os.listdir("/proc/self/fd"))
-    harness = LoopHarness(resumable=resumable, gathering=gathering)
+    harness = LoopHarness(resumable=resumable, bounds=bounds, gathers=gathers)
     yield harness
     harness.close()
     assert len(os.listdir("/proc/self/fd")) <= before, "fewer, if garbage of earlier tests was collected"

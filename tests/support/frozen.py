@@ -1,11 +1,18 @@
-"""Processes that are stopped for a while."""
+"""Processes that are stopped for a while, and calls that only those let time out."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
+
+import pytest
+
+from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.calls import PendingCall, Reply
 
 
 def freeze(pid: int) -> None:
@@ -19,6 +26,18 @@ def freeze(pid: int) -> None:
         if "Z" in states:
             raise ProcessLookupError(f"process {pid} has ended")
         time.sleep(0.001)
+
+
+def let_time_out_at(frozen: Collection[Address], patch: pytest.MonkeyPatch) -> None:
+    """Let calls time out at these replicas alone, which may change later: the others have all the time they need."""
+    wait = PendingCall.wait
+
+    async def wait_patiently(call: PendingCall) -> Reply:
+        if call.address not in frozen:
+            call.deadline = math.inf
+        return await wait(call)
+
+    patch.setattr(PendingCall, "wait", wait_patiently)
 
 
 def _state(task: Path) -> str:

@@ -43,7 +43,7 @@ class Scaling:
         return {each.replica: each.state for each in self.omni.health().stages["second"]}
 
     def loads(self) -> dict[int, int]:
-        return {number: self.omni._orchestrator.load(Address("second", number)) for number in self.states}
+        return {number: self.omni._orchestrator.pools.loads[Address("second", number)] for number in self.states}
 
 
 async def numbers(generation: Generation) -> list[int]:

@@ -1,8 +1,8 @@
 """Engines without models for pipelines in the shape of real ones. Workers import this module by name.
 
 Speaker: each word of ``text`` is a chunk of ``WORD_S`` seconds at ``RATE`` Hz, all ``LEVEL``, and takes ``step_s``.
-"hush" has no sound, "unspeakable" is refused, "later" is refused for now every other time, and "deadly" ends the
-worker with ``LAST_LINES`` on stderr.
+"hush" has no sound, nor has "endless", and an answer with that never ends. "unspeakable" is refused, "later" is refused
+for now every other time, and "deadly" ends the worker with ``LAST_LINES`` on stderr.
 Mute: refuses every text that a client wants to hear, at its end, with the error code of the option ``refusal``.
 Ear: a recording's transcript is its length and its rate, in words; after a comma, the task and the prompt that it was
 given. It is one segment, with the times that it was asked for. It knows no language "xx", and refuses a recording of
@@ -44,10 +44,15 @@ class _Work(msgspec.Struct):
     open: OpenSources
     pieces: deque[Any] = msgspec.field(default_factory=deque)
     paused: bool = False
+    endless: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return not (self.open or self.pieces or self.endless)
 
     @property
     def ready(self) -> bool:
-        return not self.paused and bool(self.pieces or not self.open)
+        return not self.paused and bool(self.pieces or self.is_over)
 
 
 class _Engine(PausableEngine[_Work]):
@@ -67,8 +72,7 @@ class _Engine(PausableEngine[_Work]):
         for request_id, work in list(self._requests.items()):
             if work.ready:
                 tensors, data = work.pieces.popleft() if work.pieces else ({}, {})
-                last = not work.open and not work.pieces
-                if last:
+                if last := work.is_over:
                     del self._requests[request_id]
                 yield StageOutput(request_id, tensors, data, last)
 
@@ -78,6 +82,10 @@ class _Engine(PausableEngine[_Work]):
 
 class Speaker(_Engine):
     _takes_later = False
+
+    def _take(self, request: _Work, chunk: Chunk) -> None:
+        request.endless |= "endless" in chunk.data.get("text", "").split()
+        super()._take(request, chunk)
 
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for word in chunk.data.get("text", "").split():
@@ -90,7 +98,7 @@ class Speaker(_Engine):
             if word == "deadly":
                 os.write(2, "".join(LAST_LINES).encode())
                 os._exit(3)
-            if word == "hush":
+            if word in ("hush", "endless"):
                 continue
             yield {"audio": np.full(round(RATE * WORD_S), LEVEL, np.float32)}, {"sample_rate": RATE}
 

@@ -12,6 +12,7 @@ import trio
 
 from omni_actors import OmniSystem
 from omni_actors.config import Pipeline, Restart, Stage
+from omni_actors.outputs import Output
 from tests.support.shared_system import SharedSystem, open_shared_system
 from tests.vllm.split_model import ARGS, save
 from tests.vllm.test_killed_text import WATCHDOG_S, replays, tokens
@@ -45,21 +46,31 @@ def shared_system(fixture_processes: set[int], tmp_path_factory: pytest.TempPath
         yield shared
 
 
-@pytest.mark.timeout(300)  # three workers load, and numba compiles in each
+async def read_and_kill_twice(omni: OmniSystem) -> list[Output]:
+    """Read an answer, and kill the worker with the first output from each of the first two workers that are ready."""
+    outputs, killed = list[Output](), set[int]()
+    async for output in omni.generate(PROMPT, **GREEDY):
+        outputs.append(output)
+        [replica] = omni.health().stages["llm"]
+        if len(killed) < 2 and replica.state == "ready" and replica.pid not in {None, *killed}:
+            os.kill(replica.pid, signal.SIGKILL)
+            killed.add(replica.pid)
+    return outputs
+
+
+@pytest.mark.timeout(600)  # three workers load, or more of them, and numba compiles in each
 def test_a_greedy_answer_goes_on_after_each_of_two_deaths(shared_system: SharedSystem) -> None:
     async def work(omni: OmniSystem) -> None:
         with trio.fail_after(WATCHDOG_S):
             expected = [output async for output in omni.generate(PROMPT, **GREEDY)]
-            generation, outputs = omni.generate(PROMPT, **GREEDY), []
-            for _ in range(2):
-                outputs += [await anext(generation)]
-                [replica] = omni.health().stages["llm"]
-                assert replica.pid is not None
-                os.kill(replica.pid, signal.SIGKILL)
-            outputs += [output async for output in generation]
         assert any(len(output.data["token_ids"]) > 1 for output in expected), "a draft was accepted"
-        assert tokens(outputs) == tokens(expected)
-        assert outputs[-1].data == {**expected[-1].data, "token_ids": outputs[-1].data["token_ids"]}
-        assert 1 <= replays(outputs) <= 2
+        is_replayed = False
+        while not is_replayed:  # the answer may be complete before a death, if this process stands still
+            with trio.fail_after(WATCHDOG_S):
+                outputs = await read_and_kill_twice(omni)
+            assert tokens(outputs) == tokens(expected)
+            assert outputs[-1].data == {**expected[-1].data, "token_ids": outputs[-1].data["token_ids"]}
+            assert replays(outputs) <= 2
+            is_replayed = replays(outputs) > 0
 
     shared_system.run(work)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkCorrupted, ChunkHeader
+from omni_actors.protocol.messages import Bounds
 from omni_actors.worker.arena import ALIGN, Arena, FreeRanges, Placed, SharedMemory
 from omni_actors.worker.host_memory import HostBlock, HostMemory
 from omni_actors.worker.incoming import Incoming
@@ -156,8 +157,8 @@ def test_a_place_is_not_used_again_while_its_record_is_unread() -> None:
 
 def test_a_retained_output_keeps_its_place_and_is_sent_again_from_there() -> None:
     """To a worker in the same memory, and then to one elsewhere."""
-    arena, retention = arena_of(), Retention()
-    retention.begin(1, 1 << 20, 1 << 20)
+    arena, retention = arena_of(), Retention(Bounds(1 << 20, 1 << 20))
+    retention.begin(1)
     with edges({}, {}, {"by_handle": False}) as [first, second, third]:
         output = encode(header(), {"rows": pattern(5)}, kept=True, arena=arena)
         assert retention.add(1, output) == []
@@ -177,8 +178,8 @@ def test_a_retained_output_keeps_its_place_and_is_sent_again_from_there() -> Non
 
 
 def test_a_retained_output_counts_with_all_its_bytes_and_an_evicted_one_frees_its_place() -> None:
-    arena, retention = arena_of(), Retention()
-    retention.begin(1, 2 * ALIGN, 1 << 20)
+    arena, retention = arena_of(), Retention(Bounds(2 * ALIGN, 1 << 20))
+    retention.begin(1)
     evicted = retention.add(1, encode(header(), {"rows": pattern(5)}, kept=True, arena=arena))
     assert [request for request, _ in evicted] == [1]
     gc.collect()
@@ -358,8 +359,8 @@ def test_a_sender_that_is_killed_ends_the_edge_and_nothing_of_the_chunk_is_used(
 
 def test_a_receiver_that_is_killed_in_a_copy_frees_nothing_before_it_is_dead() -> None:
     """Then the edge closes, and the retained output goes to its successor from the same place."""
-    arena, retention = arena_of(), Retention()
-    retention.begin(1, 1 << 20, 1 << 20)
+    arena, retention = arena_of(), Retention(Bounds(1 << 20, 1 << 20))
+    retention.begin(1)
     with Ring.create(1 << 16) as ring:
         mine = Ring.attach([os.dup(fd) for fd in ring.fds], generation=0)
         out = Outgoing(mine, by_handle=True)
@@ -367,7 +368,7 @@ def test_a_receiver_that_is_killed_in_a_copy_frees_nothing_before_it_is_dead() -
             retention.add(1, encode(header(), {"rows": pattern(7)}, kept=True, arena=arena))
             out.send(1, retention.chunks(1)[0])  # type: ignore[arg-type]
             retention.forget(1)
-            retention.begin(1, 1 << 20, 1 << 20)
+            retention.begin(1)
             retention.add(1, encode(header(), {"rows": pattern(7)}, kept=True, arena=arena))
             assert line(receiver) == "reads"
             out.free_passed()

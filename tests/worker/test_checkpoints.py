@@ -5,18 +5,18 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from omni_actors.protocol.messages import Abort, Call, CallAnswer, CheckpointMemory, Finished, Started
+from omni_actors.protocol.messages import Abort, Bounds, Call, CallAnswer, CheckpointMemory, Finished, Started
 from omni_actors.worker.control import AttachCheckpoint
 from ringbuf import Consumer, FrameBorrowed, Producer, Snapshot, decode_bundle, encode_bundle
 from tests.support.checkpointing_engine import CheckpointingEngine, after, first_state, steps_done
-from tests.support.engine_loop_harness import LoopHarness, open_harness, receive, send
+from tests.support.engine_loop_harness import AMPLE, LoopHarness, open_harness, receive, send
 from tests.support.stage_context import stage_context
 
 PLENTY = 1 << 20
@@ -35,9 +35,10 @@ def log(tmp_path: Path) -> Path:
 @pytest.fixture
 def begin(log: Path) -> Iterator[Begin]:
     """Return a harness that runs the checkpointing engine, and its rings."""
-    with open_harness(resumable=True) as harness:
+    with ExitStack() as opened:
 
-        def run(**options: Any) -> tuple[LoopHarness, Producer, Consumer]:
+        def run(bounds: Bounds = AMPLE, **options: Any) -> tuple[LoopHarness, Producer, Consumer]:
+            harness = opened.enter_context(open_harness(resumable=True, bounds=bounds))
             context = stage_context({"log": str(log), "steps": STEPS, "size": SIZE, **options})
             harness.run(CheckpointingEngine(context))
             return harness, harness.input(), harness.output()
@@ -80,8 +81,8 @@ def messages_until_finished(harness: LoopHarness) -> list[Any]:
 
 
 def test_one_descriptor_and_no_other_message(begin: Begin) -> None:
-    harness, into, out = begin()
-    harness.start(1, checkpoint_bytes=MEMORY_BYTES)
+    harness, into, out = begin(Bounds(MEMORY_BYTES, PLENTY))
+    harness.start(1, checkpointed=True)
     assert finish(harness, into, out) == [2, 4, 6]
     assert messages_until_finished(harness) == [CheckpointMemory(1)]
     with closing(Snapshot.attach(os.dup(harness.memories[0]))) as memory:
@@ -97,7 +98,7 @@ def test_a_successor_goes_on_in_the_same_memory(begin: Begin, log: Path) -> None
     harness, into, out = begin()
     memory, fd = memory_with(*encode_bundle({"step": 3}, {"state": state(3)}))
     attach(harness, 1, fd)
-    harness.start(1, replayed=True, checkpoint_bytes=PLENTY, needed_from=(0,))
+    harness.start(1, replayed=True, checkpointed=True, needed_from=(0,))
     assert finish(harness, into, out) == [4, 6]
     assert steps_done(log) == [(1, 4), (1, 5), (1, 6)]
     assert messages_until_finished(harness) == [Started(1)]
@@ -112,7 +113,7 @@ def test_a_successor_goes_on_in_the_same_memory(begin: Begin, log: Path) -> None
 
 def test_a_checkpoint_that_grows_gets_new_memory(begin: Begin) -> None:
     harness, into, out = begin(growing=True)
-    harness.start(1, checkpoint_bytes=PLENTY)
+    harness.start(1, checkpointed=True)
     finish(harness, into, out)
     assert messages_until_finished(harness) == [CheckpointMemory(1)] * (STEPS - 1)
     with closing(Snapshot.attach(os.dup(harness.memories[-1]))) as memory, memory.read() as last:  # type: ignore[union-attr]
@@ -120,31 +121,26 @@ def test_a_checkpoint_that_grows_gets_new_memory(begin: Begin) -> None:
 
 
 @pytest.mark.parametrize(
-    "bounds",
-    [
-        {"checkpoint_bytes": 0},
-        {"checkpoint_bytes": MEMORY_BYTES // 2},
-        {"checkpoint_bytes": PLENTY, "worker_retain_bytes": MEMORY_BYTES // 2},
-    ],
+    ("bounds", "checkpointed"),
+    [(AMPLE, False), (Bounds(MEMORY_BYTES // 2, PLENTY), True), (Bounds(PLENTY, MEMORY_BYTES // 2), True)],
 )
 def test_a_checkpoint_beyond_a_bound_is_not_kept(
-    begin: Begin, bounds: dict[str, int], capfd: pytest.CaptureFixture[str]
+    begin: Begin, bounds: Bounds, checkpointed: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    harness, into, out = begin()
+    harness, into, out = begin(bounds)
     for request in (1, 2):
-        harness.start(request, **bounds)
+        harness.start(request, checkpointed=checkpointed)
         assert finish(harness, into, out, request) == [2, 4, 6]
         assert messages_until_finished(harness) == []
-    assert capfd.readouterr().err.count("is not kept, or not used") == bool(bounds["checkpoint_bytes"])
+    assert capfd.readouterr().err.count("is not kept, or not used") == checkpointed
 
 
 def test_the_bound_of_the_worker_is_over_its_active_requests(begin: Begin) -> None:
-    harness, into, out = begin()
-    bounds = {"checkpoint_bytes": PLENTY, "worker_retain_bytes": 2 * MEMORY_BYTES - 1}
+    harness, into, out = begin(Bounds(PLENTY, 2 * MEMORY_BYTES - 1))
     harness.post(Call(1, "freeze", {"frozen": True}))  # so that neither ends before the other has begun
     assert harness.next_message() == CallAnswer(1)
     for request in (1, 2):
-        harness.start(request, **bounds)
+        harness.start(request, checkpointed=True)
         send(into, request, 0, last=True)
     harness.wait_asleep()
     harness.post(Call(2, "freeze", {"frozen": False}))
@@ -153,7 +149,7 @@ def test_the_bound_of_the_worker_is_over_its_active_requests(begin: Begin) -> No
         receive(out)
     assert messages_until_finished(harness) == [CheckpointMemory(1)]
     messages_until_finished(harness)
-    harness.start(3, **bounds)
+    harness.start(3, checkpointed=True)
     finish(harness, into, out, 3)
     assert messages_until_finished(harness) == [CheckpointMemory(3)]
 
@@ -164,7 +160,7 @@ def test_no_memory_is_no_failure(begin: Begin, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Snapshot, "create", no_memory)
     harness, into, out = begin()
-    harness.start(1, checkpoint_bytes=PLENTY)
+    harness.start(1, checkpointed=True)
     assert finish(harness, into, out) == [2, 4, 6]
 
 
@@ -181,7 +177,7 @@ def test_a_memory_without_a_checkpoint_starts_over(begin: Begin, log: Path, name
     harness, into, out = begin()
     memory, fd = memory_with(*GARBAGE[name])
     attach(harness, 1, fd)
-    harness.start(1, replayed=True, checkpoint_bytes=PLENTY, needed_from=(0,))
+    harness.start(1, replayed=True, checkpointed=True, needed_from=(0,))
     assert finish(harness, into, out) == [2, 4, 6]
     assert len(steps_done(log)) == STEPS
     expected = [Started(1)] if name == "nothing" else [Started(1), CheckpointMemory(1)]
@@ -198,7 +194,7 @@ def test_a_stranger_that_writes_into_the_memory_costs_the_checkpoint_only(begin:
     memory.data[place : place + 8] = b"\xff" * 8
     memory.close()
     attach(harness, 1, fd)
-    harness.start(1, replayed=True, checkpoint_bytes=PLENTY, needed_from=(0,))
+    harness.start(1, replayed=True, checkpointed=True, needed_from=(0,))
     assert finish(harness, into, out)[-1] == STEPS
     assert len(steps_done(log)) in (STEPS, 2)
     os.close(fd)
@@ -210,7 +206,7 @@ def test_a_view_that_the_engine_keeps_stops_the_worker(begin: Begin) -> None:
     memory.close()
     attach(harness, 1, fd)
     os.close(fd)
-    harness.start(1, replayed=True, checkpoint_bytes=PLENTY, needed_from=(0,))
+    harness.start(1, replayed=True, checkpointed=True, needed_from=(0,))
     assert isinstance(harness.wait_ended(), FrameBorrowed)
     harness.error = None  # its traceback has the engine, and so the view
     gc.collect()
@@ -221,7 +217,7 @@ def test_an_abort_frees_the_memory(begin: Begin) -> None:
     harness, _, _ = begin()
     memory, fd = memory_with(*encode_bundle({"step": 3}, {"state": state(3)}))
     attach(harness, 1, fd)
-    harness.start(1, checkpoint_bytes=PLENTY)
+    harness.start(1, checkpointed=True)
     harness.wait_asleep()
     mapped = Path("/proc/self/maps").read_text().count("memfd:ringbuf")
     harness.post(Abort(1))

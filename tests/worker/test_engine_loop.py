@@ -26,6 +26,7 @@ from omni_actors.protocol.messages import (
 )
 from omni_actors.stages.base import Chunk, InvalidRequest, StageFailure, StageOutput, StageRequest, TemporarilyRefused
 from omni_actors.stages.echo.engine import EchoEngine
+from omni_actors.worker.engine_loop import RECEIVE_BYTES
 from omni_actors.worker.outgoing import encode
 from ringbuf import RingClosed
 from tests.support.engine_loop_harness import WATCHDOG_S, LoopHarness, echo, receive, send
@@ -55,6 +56,34 @@ def test_chunks_pass_in_order_and_finished_is_sent_after_the_last(harness: LoopH
     assert stats.first_input is not None
     assert stats.first_output is not None
     assert stats.started <= stats.first_input <= stats.first_output <= stats.finished
+
+
+def test_a_turn_that_has_handled_all_there_was_is_the_last_one_before_sleep(harness: LoopHarness) -> None:
+    into, out, engine = harness.input(), harness.output(), echo()
+    harness.start(1)
+    send(into, 1, 0, text="a", last=True)
+    assert harness.loop.turn(engine) == (False, True)
+    assert receive(out).data["text"] == "a"
+    for _ in range(100):
+        send(into, 1, 0, text="stale")
+    assert harness.loop.turn(engine) == (True, True), "an edge delivers only so many chunks between two steps"
+    assert harness.loop.turn(engine) == (False, True)
+    harness.loop.close()
+
+
+def test_large_chunks_share_a_turn_up_to_a_bound(harness: LoopHarness) -> None:
+    nbytes = RECEIVE_BYTES // 4
+    into, engine = harness.input(ring_bytes=4 * RECEIVE_BYTES), echo()
+    out = harness.output(ring_bytes=4 * RECEIVE_BYTES)
+    for number in range(1, 7):
+        harness.start(number)
+        send(into, number, 0, tensors={"body": np.zeros(nbytes, np.uint8)}, last=True)
+    assert harness.loop.turn(engine) == (True, True)
+    assert [receive(out).request for _ in range(4)] == [1, 2, 3, 4]
+    assert out.try_recv() is None
+    assert harness.loop.turn(engine) == (False, True)
+    assert [receive(out).request for _ in range(2)] == [5, 6]
+    harness.loop.close()
 
 
 class MeasuredEcho(EchoEngine):
@@ -140,6 +169,7 @@ def test_a_stale_chunk_is_dropped(harness: LoopHarness) -> None:
     harness.start(7)
     harness.post(Abort(7))
     harness.start(8)
+    harness.wait_asleep()  # chunks travel separately: one that came before the abort would be answered
     send(into, 7, 0, text="aborted", last=True)
     send(into, 8, 0, text="eight", last=True)
     assert receive(out).data["text"] == "eight"
@@ -166,6 +196,7 @@ def test_a_paused_request_takes_input_and_gives_no_output_until_it_is_resumed(ha
     harness.start(1)
     harness.start(2)
     harness.post(Pause(1), Pause(99), Resume(99))
+    harness.wait_asleep()  # chunks travel separately: one that came before would be answered
     for seq, text in enumerate("ab"):
         send(into, 1, seq, text=text, last=text == "b")
     send(into, 2, 0, text="other", last=True)

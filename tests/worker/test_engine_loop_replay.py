@@ -14,6 +14,7 @@ from omni_actors.protocol.messages import (
     CLIENT_ADDRESS,
     Abort,
     Address,
+    Bounds,
     Finished,
     InputComplete,
     Resend,
@@ -24,7 +25,7 @@ from omni_actors.stages.base import StageOutput, StageRequest
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker.outgoing import OVERHEAD_BYTES
 from ringbuf import Consumer
-from tests.support.engine_loop_harness import LoopHarness, echo, receive, send
+from tests.support.engine_loop_harness import LoopHarness, echo, open_harness, receive, send
 from tests.support.stage_context import stage_context
 
 BELOW, BELOW_1 = Address("below", 0), Address("below", 1)
@@ -45,7 +46,7 @@ def test_a_new_consumer_gets_nothing_of_a_running_request_until_resend_then_all(
 ) -> None:
     into, out = harness.input(), harness.output(target=BELOW)
     harness.run(echo())
-    harness.start(1, targets=(BELOW,), retain_bytes=PLENTY)
+    harness.start(1, targets=(BELOW,), retained=True)
     send(into, 1, 0, text="a")
     assert texts(out, 1) == [(0, "a")]
     out.close()  # the consumer died
@@ -65,9 +66,9 @@ def test_a_new_consumer_gets_nothing_of_a_running_request_until_resend_then_all(
 def test_a_request_that_starts_later_is_sent_to_the_new_consumer_at_once(harness: LoopHarness) -> None:
     into, _ = harness.input(), harness.output(target=BELOW)
     harness.run(echo())
-    harness.start(1, targets=(BELOW,), retain_bytes=PLENTY)
+    harness.start(1, targets=(BELOW,), retained=True)
     again = harness.output(target=BELOW)
-    harness.start(2, targets=(BELOW,), retain_bytes=PLENTY)
+    harness.start(2, targets=(BELOW,), retained=True)
     send(into, 1, 0, text="cut off", last=True)
     send(into, 2, 0, text="flows", last=True)
     assert texts(again, 1) == [(0, "flows")]
@@ -78,7 +79,7 @@ def test_a_request_that_starts_later_is_sent_to_the_new_consumer_at_once(harness
 def test_a_resend_does_not_affect_another_target_of_the_request(harness: LoopHarness) -> None:
     into, client, _ = harness.input(), harness.output(), harness.output(target=BELOW)
     harness.run(echo())
-    harness.start(1, targets=(CLIENT_ADDRESS, BELOW), retain_bytes=PLENTY)
+    harness.start(1, targets=(CLIENT_ADDRESS, BELOW), retained=True)
     send(into, 1, 0, text="a")
     again = harness.output(target=BELOW)
     harness.wait_asleep()
@@ -91,7 +92,7 @@ def test_a_resend_does_not_affect_another_target_of_the_request(harness: LoopHar
 def test_a_finished_request_can_be_sent_again_until_it_has_ended(harness: LoopHarness) -> None:
     into, out = harness.input(), harness.output(4096, target=BELOW)
     harness.run(echo(fan_out=100, payload_bytes=1000))
-    harness.start(1, targets=(BELOW,), retain_bytes=PLENTY)
+    harness.start(1, targets=(BELOW,), retained=True)
     send(into, 1, 0, last=True)
     first = [receive(out) for _ in range(100)]
     assert isinstance(harness.next_message(), Finished)
@@ -123,72 +124,71 @@ class RememberingEcho(EchoEngine):
 
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("retain_bytes", [0, 1, PLENTY])
-def test_outputs_are_kept_only_within_the_bound_and_until_the_end(
-    harness: LoopHarness, retain_bytes: int, finished: bool
-) -> None:
+def test_outputs_are_kept_only_within_the_bound_and_until_the_end(retain_bytes: int, finished: bool) -> None:
     engine = RememberingEcho()
-    into, out = harness.input(), harness.output(target=BELOW)
-    harness.run(engine)
-    harness.start(1, targets=(BELOW,), retain_bytes=retain_bytes)
-    for seq in range(3):
-        send(into, 1, seq, last=finished and seq == 2)
-        receive(out)
-    harness.wait_asleep()
-    assert sum(ref() is not None for ref in engine.given) == (3 if retain_bytes == PLENTY else 0)
-    harness.post(Abort(1))
-    harness.wait_asleep()
-    assert not any(ref() is not None for ref in engine.given)
-    assert not harness.loop._retention.requests
+    with open_harness(bounds=Bounds(retain_bytes, PLENTY)) as harness:
+        into, out = harness.input(), harness.output(target=BELOW)
+        harness.run(engine)
+        harness.start(1, targets=(BELOW,), retained=bool(retain_bytes))
+        for seq in range(3):
+            send(into, 1, seq, last=finished and seq == 2)
+            receive(out)
+        harness.wait_asleep()
+        assert sum(ref() is not None for ref in engine.given) == (3 if retain_bytes == PLENTY else 0)
+        harness.post(Abort(1))
+        harness.wait_asleep()
+        assert not any(ref() is not None for ref in engine.given)
+        assert not harness.loop._retention.requests
 
 
 @pytest.mark.parametrize("payload_bytes", [0, 100_000])
-def test_a_request_past_its_bound_is_evicted_and_reported_once_and_when_needed(
-    harness: LoopHarness, payload_bytes: int
-) -> None:
-    into, out = harness.input(), harness.output(target=BELOW)
-    harness.run(echo(payload_bytes=payload_bytes))
+def test_a_request_past_its_bound_is_evicted_and_reported_once_and_when_needed(payload_bytes: int) -> None:
     limit = 2 * payload_bytes + 3 * OVERHEAD_BYTES
-    harness.start(1, targets=(BELOW,), retain_bytes=limit)
-    for seq in range(8):
-        send(into, 1, seq, text="x", last=seq == 7)
-        assert texts(out, 1) == [(seq, "x")], "eviction does not affect new outputs"
-    notice = harness.next_message()
-    assert isinstance(notice, Unreplayable)
-    assert (notice.request, notice.needed) == (1, False)
-    assert f"{limit} bytes" in notice.reason
-    assert "limits.retain_bytes" in notice.reason
-    assert isinstance(harness.next_message(), Finished)
-    harness.post(Resend(1, BELOW))
-    assert harness.next_message() == Unreplayable(1, notice.reason, needed=True)
-    assert out.try_recv() is None
+    with open_harness(bounds=Bounds(limit, PLENTY)) as harness:
+        into, out = harness.input(), harness.output(target=BELOW)
+        harness.run(echo(payload_bytes=payload_bytes))
+        harness.start(1, targets=(BELOW,), retained=True)
+        for seq in range(8):
+            send(into, 1, seq, text="x", last=seq == 7)
+            assert texts(out, 1) == [(seq, "x")], "eviction does not affect new outputs"
+        notice = harness.next_message()
+        assert isinstance(notice, Unreplayable)
+        assert (notice.request, notice.needed) == (1, False)
+        assert f"{limit} bytes" in notice.reason
+        assert "limits.retain_bytes" in notice.reason
+        assert isinstance(harness.next_message(), Finished)
+        harness.post(Resend(1, BELOW))
+        assert harness.next_message() == Unreplayable(1, notice.reason, needed=True)
+        assert out.try_recv() is None
 
 
-def test_past_the_worker_s_bound_only_the_largest_request_is_evicted(harness: LoopHarness) -> None:
-    into, out = harness.input(), harness.output(target=BELOW)
-    harness.run(echo(payload_bytes=10_000))
-    for request in (1, 2, 3):
-        harness.start(request, targets=(BELOW,), retain_bytes=PLENTY, worker_retain_bytes=60_000)
-    for request, seq in ((1, 0), (2, 0), (2, 1), (2, 2), (1, 1)):
-        send(into, request, seq, text="x")
+def test_past_the_worker_s_bound_only_the_largest_request_is_evicted() -> None:
+    with open_harness(bounds=Bounds(PLENTY, 60_000)) as harness:
+        into, out = harness.input(), harness.output(target=BELOW)
+        harness.run(echo(payload_bytes=10_000))
+        for request in (1, 2, 3):
+            harness.start(request, targets=(BELOW,), retained=True)
+        for request, seq in ((1, 0), (2, 0), (2, 1), (2, 2), (1, 1)):
+            send(into, request, seq, text="x")
+            receive(out)
+        harness.wait_asleep()
+        assert harness.messages.empty()
+        send(into, 3, 0, text="x")
+        notice = harness.next_message()
+        assert isinstance(notice, Unreplayable)
+        assert (notice.request, notice.needed) == (2, False)
+        assert "60000 bytes" in notice.reason
+        assert "limits.worker_retain_bytes" in notice.reason
         receive(out)
-    harness.wait_asleep()
-    assert harness.messages.empty()
-    send(into, 3, 0, text="x")
-    notice = harness.next_message()
-    assert isinstance(notice, Unreplayable)
-    assert (notice.request, notice.needed) == (2, False)
-    assert "60000 bytes" in notice.reason
-    assert "limits.worker_retain_bytes" in notice.reason
-    receive(out)
-    send(into, 2, 3, text="x")  # an evicted request stays evicted, and no longer counts
-    receive(out)
-    for request, seqs in ((1, [0, 1]), (3, [0])):
-        harness.post(Resend(request, BELOW))
-        assert [receive(out).seq for _ in seqs] == seqs
-    harness.post(Abort(1), Resend(2, BELOW))
-    assert harness.next_message() == Unreplayable(2, notice.reason, needed=True)
-    harness.wait_asleep()
-    assert harness.loop._retention.requests == {2, 3}
+        send(into, 2, 3, text="x")  # an evicted request stays evicted, and no longer counts
+        receive(out)
+        for request, seqs in ((1, [0, 1]), (3, [0])):
+            harness.post(Resend(request, BELOW))
+            assert [receive(out).seq for _ in seqs] == seqs
+        harness.post(Abort(1), Resend(2, BELOW))
+        assert harness.next_message() == Unreplayable(2, notice.reason, needed=True)
+        harness.wait_asleep()
+        assert harness.loop._retention.requests == {2, 3}
 
 
 def test_a_resend_of_a_request_that_was_not_retained_is_unreplayable(harness: LoopHarness) -> None:
@@ -227,7 +227,7 @@ def test_input_complete_is_sent_once_for_each_upstream_stage(harness: LoopHarnes
     left, right, client, end = (harness.input(source=source) for source in ("left", "right", CLIENT, "end"))
     out = harness.output()
     harness.run(echo())
-    harness.start(1, ("left", "right", CLIENT, "end"), retain_bytes=PLENTY)
+    harness.start(1, ("left", "right", CLIENT, "end"), retained=True)
     send(left, 1, 0, source="left", text="a", last=True)
     assert harness.next_message() == InputComplete(1, "left")
     send(harness.input(source="left"), 1, 0, source="left", text="a", last=True)  # replayed for another stage

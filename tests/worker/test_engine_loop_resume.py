@@ -101,7 +101,7 @@ def start_again(harness: LoopHarness, *needed_from: int) -> None:
         1,
         sources=("above",),
         targets=(CLIENT_ADDRESS, BELOW)[: len(needed_from)],
-        retain_bytes=PLENTY,
+        retained=True,
         replayed=True,
         needed_from=needed_from,
     )
@@ -154,7 +154,7 @@ def test_outputs_that_no_consumer_needs_are_neither_computed_nor_retained(harnes
     into, out = harness.input(source="above"), harness.output(target=BELOW)
     harness.post(JournalPart(1, Decided("stage", 0, ((70,), (71,), (72,)))))
     harness.start(
-        1, sources=("above",), targets=(BELOW,), replayed=True, retain_bytes=PLENTY, needed_from=(2,), computed_from=2
+        1, sources=("above",), targets=(BELOW,), replayed=True, retained=True, needed_from=(2,), computed_from=2
     )
     assert harness.next_message() == Started(1)
     for seq in range(3):
@@ -171,7 +171,7 @@ def test_a_consumer_that_starts_again_before_them_is_sent_no_outputs_that_are_le
     into, out, other = harness.input(source="above"), harness.output(target=BELOW), harness.output(target=BELOW_1)
     harness.post(JournalPart(1, Decided("stage", 0, ((70,), (71,), (72,)))))
     harness.start(
-        1, sources=("above",), targets=(BELOW,), replayed=True, retain_bytes=PLENTY, needed_from=(2,), computed_from=2
+        1, sources=("above",), targets=(BELOW,), replayed=True, retained=True, needed_from=(2,), computed_from=2
     )
     assert harness.next_message() == Started(1)
     harness.post(Resend(1, BELOW_1))
@@ -187,7 +187,7 @@ def test_outputs_that_are_computed_though_no_consumer_needs_them_are_retained(ha
     """So a later death of the consumer has them sent again, and not computed again."""
     into, out = harness.input(source="above"), harness.output(target=BELOW)
     harness.post(JournalPart(1, Decided("stage", 0, ((70,), (71,)))))
-    harness.start(1, sources=("above",), targets=(BELOW,), replayed=True, retain_bytes=PLENTY, needed_from=(2,))
+    harness.start(1, sources=("above",), targets=(BELOW,), replayed=True, retained=True, needed_from=(2,))
     assert harness.next_message() == Started(1)
     for seq in range(3):
         send_decided(into, seq)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from omni_actors.protocol.messages import CLIENT, Abort, Finished, Gathering, Refused, Started
+from omni_actors.protocol.messages import CLIENT, Abort, Bounds, Finished, Refused, Started
 from omni_actors.stages.base import Chunk, RequestId
 from omni_actors.stages.echo.engine import EchoEngine
 from tests.support.engine_loop_harness import LoopHarness, echo, open_harness, receive, send
@@ -18,7 +18,7 @@ REQUEST_BYTES, WORKER_BYTES = 40_000, 60_000
 
 @pytest.fixture
 def harness() -> Iterator[LoopHarness]:
-    with open_harness(gathering=Gathering(REQUEST_BYTES, WORKER_BYTES)) as harness:
+    with open_harness(bounds=Bounds(REQUEST_BYTES, WORKER_BYTES), gathers=True) as harness:
         yield harness
 
 
@@ -89,12 +89,12 @@ def test_the_input_of_all_requests_is_bounded_and_an_abort_frees_its_part(harnes
     assert isinstance(refused, Refused)
     assert (refused.request, "limits.worker_retain_bytes" in refused.message) == (3, True)
     assert (refused.code, refused.retryable) == ("gathered_input_too_large", True), "others are the reason"
-    harness.start(5, replayed=True)
-    send(into, 5, 0, text="five", tensors=half, last=True)
-    assert receive(out).data["text"] == "five", "it was within the bound where it was"
+    harness.start(4, replayed=True)
+    send(into, 4, 0, text="four", tensors=half, last=True)
+    assert receive(out).data["text"] == "four", "it was within the bound where it was"
     assert [type(harness.next_message()) for _ in range(2)] == [Started, Finished]
     harness.post(Abort(1))
-    harness.start(4)
-    send(into, 4, 0, text="four", tensors=half, last=True)
-    assert receive(out).data["text"] == "four"
+    harness.start(5)
+    send(into, 5, 0, text="five", tensors=half, last=True)
+    assert receive(out).data["text"] == "five"
     assert isinstance(harness.next_message(), Finished)

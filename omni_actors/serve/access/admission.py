@@ -17,6 +17,8 @@ Rules
 4. A request that only calls engines takes no place (``needs_place``), so that it is answered while the system is full.
 5. A ticket releases its place and its bytes together, once: when the system takes the request over, or when the
    request ends before that.
+6. Decoded audio is far larger than its file, and the system keeps it for replays. So it counts in a budget of its own,
+   ``MAX_AUDIO_BYTES``, until the response has ended. If that has no room, the request is refused.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ SCOPE_KEY = "omni_actors.ticket"
 """The key of a request's ticket in its ASGI scope."""
 UPLOAD_GRACE_S = 5.0
 """The age from which an upload's rate is judged."""
+MAX_AUDIO_BYTES = 1 << 30
+"""The decoded audio of all requests: that of nine largest requests, or 27 recordings of 600 s at 16 kHz."""
 
 
 class AdmissionControl:
@@ -51,6 +55,8 @@ class AdmissionControl:
         self.tickets: set[AdmissionTicket] = set()
         self.bytes = 0
         """The bytes of all tickets. Kept as a sum, because each piece of a body needs it."""
+        self.audio_bytes = 0
+        """The decoded audio of all requests, also of those in flight."""
         self.places: Counter[OmniSystem] = Counter()
         """How many tickets have a place of each system."""
 
@@ -83,27 +89,35 @@ class AdmissionControl:
             now = trio.current_time()
             slow = [each for each in self.tickets if not each.has_place and now - each.since >= UPLOAD_GRACE_S]
             if not slow:
-                retry_s = min(system.retry_after_s for system in self.systems)
-                message = f"arriving requests use {self.max_bytes} bytes already; try again in {retry_s:.0f} s"
-                raise HTTPError(429, message, code="overloaded", retry_after_s=retry_s)
+                raise self._no_room(f"arriving requests use {self.max_bytes} bytes already")
             slowest = min(slow, key=lambda each: each.bytes / (now - each.since))
             free += slowest.bytes
             slowest.end_upload()
 
+    def check_audio(self, size: int) -> None:
+        """Raises HTTPError 429 if the budget of audio has no room for ``size`` more bytes."""
+        if self.audio_bytes + size > MAX_AUDIO_BYTES:
+            raise self._no_room(f"the decoded audio of requests uses {self.audio_bytes} of {MAX_AUDIO_BYTES} bytes")
+
+    def _no_room(self, reason: str) -> HTTPError:
+        retry_s = min(system.retry_after_s for system in self.systems)
+        message = f"{reason}; try again in {retry_s:.0f} s"
+        return HTTPError(429, message, code="overloaded", retry_after_s=retry_s)
+
 
 class AdmissionTicket:
-    """An arriving request's claim on a place and on the budget.
+    """An arriving request's claim on a place and on the budgets.
 
-    bytes: the size of its body and its files so far. since: trio's time of its head. upload: the cancel scope in which
-    its body is to be read. arrival: the cancel scope of everything before the system has the request. was_ended: the
-    upload was ended to make room for other requests.
+    bytes: the size of its body and its files so far. audio_bytes: of its decoded audio. since: trio's time of its head.
+    upload: the cancel scope in which its body is to be read. arrival: the cancel scope of everything before the system
+    has the request. was_ended: the upload was ended to make room for other requests.
     """
 
     def __init__(self, admission: AdmissionControl, *, needs_place: bool = True) -> None:
         self._admission, self._needs_place = admission, needs_place
         self.since = trio.current_time()
         self.upload, self.arrival = trio.CancelScope(), trio.CancelScope()
-        self.bytes = 0
+        self.bytes = self.audio_bytes = 0
         self.has_place = self.was_ended = False
         self._system = admission.systems[0] if len(admission.systems) == 1 else None
         """The system that gets the request; None as long as that is not known."""
@@ -124,6 +138,12 @@ class AdmissionTicket:
         self.bytes += size
         if self in self._admission.tickets:
             self._admission.bytes += size
+
+    def add_audio(self, size: int) -> None:
+        """Count ``size`` more bytes of decoded audio, until ``end``. Raises HTTPError 429 if there is no room."""
+        self._admission.check_audio(size)
+        self.audio_bytes += size
+        self._admission.audio_bytes += size
 
     def take_place(self) -> None:
         """Take a place, if it needs one and its system is known. The body is complete. Raises HTTPError 429."""
@@ -152,3 +172,9 @@ class AdmissionTicket:
             self._admission.bytes -= self.bytes
             if self.has_place and self._system is not None:
                 self._admission.places[self._system] -= 1
+
+    def end(self) -> None:
+        """Give everything back: the response has ended. Idempotent."""
+        self.release()
+        self._admission.audio_bytes -= self.audio_bytes
+        self.audio_bytes = 0

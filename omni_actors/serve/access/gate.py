@@ -9,6 +9,8 @@ Rules
 4. A WebSocket is refused as an HTTP request is, with a status. Browsers cannot send the key in a header, so a client
    may send it as the subprotocol ``openai-insecure-api-key.KEY``. A subprotocol cannot hold every character that a key
    may have ("/", "=", …), so a client may also send ``omni-actors-base64url-api-key.KEY`` with the key in base64url.
+   The key must be among the first ``MAX_SUBPROTOCOLS``.
+5. A query of more than ``MAX_QUERY_BYTES`` is refused: parsing it would hold the event loop.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import base64
 import hmac
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 
 import trio
 from prometheus_client import CollectorRegistry, Counter
@@ -30,6 +33,8 @@ KEY_SUBPROTOCOL = "openai-insecure-api-key."
 """The beginning of the subprotocol by which a browser sends the key."""
 ENCODED_KEY_SUBPROTOCOL = "omni-actors-base64url-api-key."
 """The beginning of the subprotocol by which a browser sends the key in base64url, without padding."""
+MAX_SUBPROTOCOLS = 16
+MAX_QUERY_BYTES = 4096
 
 
 class RequestGate:
@@ -59,6 +64,7 @@ class RequestGate:
         admit: Callable[[str], AdmissionTicket | None],
     ) -> None:
         self._app, self._key, self._max_body_bytes = app, api_key, max_body_bytes
+        self._key_subprotocols = () if api_key is None else _key_subprotocols(api_key)
         self._public, self._routes, self._websockets, self._admit = public, routes, websockets, admit
         self._responses = Counter("omni_http_answers", "HTTP responses started", ["path", "status"], registry=registry)
 
@@ -83,6 +89,7 @@ class RequestGate:
             await send(message)
 
         try:
+            _check_query(scope)
             self._check_key(scope)
             if scope["type"] == "websocket":
                 await self._open_websocket(scope, receive, counting_send)
@@ -101,7 +108,7 @@ class RequestGate:
             await error.response()(scope, receive, counting_send)
         finally:
             if ticket is not None:
-                ticket.release()
+                ticket.end()
 
     async def _open_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises HTTPError 404, and as ``admit`` does."""
@@ -115,8 +122,9 @@ class RequestGate:
         """Raises HTTPError 401."""
         if scope["path"] in self._public or has_valid_key(scope["headers"], self._key):
             return
-        if any(is_key_subprotocol(each, self._key) for each in scope.get("subprotocols", ())):
-            return
+        for offered in islice(scope.get("subprotocols", ()), MAX_SUBPROTOCOLS):
+            if any(hmac.compare_digest(offered.encode(), each) for each in self._key_subprotocols):  # in constant time
+                return
         message = "a valid API key is required: send it as 'Authorization: Bearer KEY'"
         raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
@@ -158,13 +166,17 @@ def has_valid_key(headers: Iterable[tuple[bytes, bytes]], key: str | None) -> bo
     return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key.encode())  # in constant time
 
 
-def is_key_subprotocol(subprotocol: str, key: str | None) -> bool:
-    """Return whether a subprotocol carries ``key``."""
-    if key is None:
-        return False
+def _key_subprotocols(key: str) -> tuple[bytes, bytes]:
+    """Return the subprotocols that carry ``key``."""
     encoded = base64.urlsafe_b64encode(key.encode()).rstrip(b"=").decode()
-    accepted = (KEY_SUBPROTOCOL + key, ENCODED_KEY_SUBPROTOCOL + encoded)
-    return any(hmac.compare_digest(subprotocol.encode(), each.encode()) for each in accepted)
+    return (KEY_SUBPROTOCOL + key).encode(), (ENCODED_KEY_SUBPROTOCOL + encoded).encode()
+
+
+def _check_query(scope: Scope) -> None:
+    """Raises HTTPError 414."""
+    if len(scope["query_string"]) > MAX_QUERY_BYTES:
+        message = f"the query of the URL is larger than {MAX_QUERY_BYTES} bytes; send a long value in the body"
+        raise HTTPError(414, message, code="query_too_large")
 
 
 def _declared_bytes(scope: Scope) -> int:

@@ -38,12 +38,22 @@ def to_http_error(error: errors.OmniError) -> HTTPError:
         return bad_request(str(error), error.param, error.code)
     if isinstance(error, errors.TemporarilyRefused):
         return HTTPError(503, error.message, code=error.code, retry_after_s=error.retry_after_s)
+    message = str(error)
+    if isinstance(error, errors.StageUnavailable):
+        message = _brief(error)
     status, code = _STATUSES.get(type(error), (500, "internal_error"))
     if isinstance(error, errors.StageCrashed) and not error.retryable:
         status = 422
     retry_after_s = getattr(error, "retry_after_s", None)
     headers = NO_RETRY if status == 422 else None
-    return HTTPError(status, str(error), code=code, retry_after_s=retry_after_s, headers=headers)
+    return HTTPError(status, message, code=code, retry_after_s=retry_after_s, headers=headers)
+
+
+def _brief(error: errors.StageUnavailable) -> str:
+    """Return the message without the stage's own error, which may name the server's files. The log has it."""
+    if error.retry_after_s is None:
+        return f"stage {error.stage!r} is not available"
+    return f"stage {error.stage!r} is not available; it is tried again and may be ready in {error.retry_after_s:.0f} s"
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
+import trio
+
 from omni_actors import generations as merged
 from omni_actors.generation import Generation
 from omni_actors.outputs import Output
@@ -63,12 +65,18 @@ class Generations:
         return len(self._all)
 
     @classmethod
-    def begin(cls, submits: Sequence[Callable[[], Generation]]) -> Generations:
-        """Submit all requests, or none: an error of one aborts those before it. Raises as ``OmniSystem.generate``."""
+    async def begin(cls, submits: Sequence[Callable[[], Generation]]) -> Generations:
+        """Submit all requests, or none: an error of one aborts those before it. Raises as ``OmniSystem.generate``.
+
+        There is a checkpoint between two submissions: each of them reads the whole prompt, which takes milliseconds.
+        Cancellation: aborts what was submitted.
+        """
         begun: list[Generation] = []
         try:
             for submit in submits:
-                begun.append(submit())  # noqa: PERF401  # an error in between needs the list so far
+                if begun:
+                    await trio.lowlevel.checkpoint()
+                begun.append(submit())
         except BaseException:
             for generation in begun:
                 generation.abort()

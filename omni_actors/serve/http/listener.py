@@ -3,10 +3,10 @@
 Rules
 1. An exception in a connection closes that connection and writes one log record. The server continues.
 2. At the limit of all connections, the listener closes the connection that has been idle longest to make room for the
-   new one; at the limit of one address, the longest idle one of that address. If none is idle, the listener answers
-   the new connection with 503 (with TLS, not at all) and closes it without reading. A lack of descriptors is logged
-   once, and the listener accepts again after a pause. If the listening socket itself is lost, the listener drains and
-   raises SocketLost.
+   new one; at the limit of one address (``counted_address``), the longest idle one of that address. If none is idle,
+   the listener answers the new connection with 503 (with TLS, not at all) and closes it without reading. A lack of
+   descriptors is logged once, and the listener accepts again after a pause. If the listening socket itself is lost, the
+   listener drains and raises SocketLost.
 3. Shutdown is a deadline: the listener stops accepting and closes idle connections at once. Requests in progress have
    ``drain_s`` to end. Then ``end_requests`` ends them, they have ``ERROR_RESPONSE_S`` to send their errors, and all
    connections are closed.
@@ -26,6 +26,7 @@ import prometheus_client
 import trio
 from starlette.types import ASGIApp
 
+from omni_actors.network_addresses import counted_address
 from omni_actors.serve.http.connection import Connection, error_response
 from omni_actors.serve.http.errors import HTTPError
 
@@ -80,7 +81,8 @@ class HTTPListener:
             ["limit"],
             registry=registry,
         )
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, str] = {}
+        """Each connection with its client's counted address."""
         self._per_address: Counter[str] = Counter()
         self._lacks_descriptors = False
 
@@ -127,7 +129,7 @@ class HTTPListener:
         while True:
             await trio.lowlevel.wait_readable(self._socket)
             try:
-                sock, (address, *_) = self._socket.accept()
+                sock, (host, *_) = self._socket.accept()
             except BlockingIOError:
                 continue
             except OSError as error:  # too many descriptors, too little memory, or the client has left already
@@ -140,6 +142,7 @@ class HTTPListener:
                 continue
             self._lacks_descriptors = False
             sock.setblocking(False)
+            address = counted_address(host)
             if not self._make_room(address):
                 with sock, suppress(OSError):
                     if self._tls() is None:
@@ -157,7 +160,7 @@ class HTTPListener:
             except OSError:  # the client has reset the connection
                 sock.close()
                 continue
-            self._connections.add(connection)
+            self._connections[connection] = address
             self._per_address[address] += 1
             nursery.start_soon(self._serve_connection, connection, address)
 
@@ -166,7 +169,7 @@ class HTTPListener:
         at_address_limit = self._per_address[address] >= self._max_per_address
         if len(self._connections) < self._max_connections and not at_address_limit:
             return True
-        candidates = (each for each in self._connections if not at_address_limit or each.client[0] == address)
+        candidates = (each for each, at in self._connections.items() if not at_address_limit or at == address)
         idle = [(each.idle_since, each) for each in candidates if each.idle_since is not None]
         if idle:
             min(idle, key=lambda found: found[0])[1].stop()
@@ -181,7 +184,7 @@ class HTTPListener:
             log.exception("the connection from %s:%d failed", *connection.client)
         finally:
             connection.close()
-            self._connections.discard(connection)
+            self._connections.pop(connection, None)
             self._per_address[address] -= 1
             if not self._per_address[address]:
                 del self._per_address[address]

@@ -4,10 +4,12 @@ Rules
 1. Inside the pipeline, audio is float32, mono, full scale ±1. Outside, it is int16, little-endian, clipped.
 2. WAV and FLAC keep the pipeline's sample rate. PCM, MP3, AAC and Opus are at ``PCM_RATE``, as in OpenAI's API.
 3. The size of a file does not limit its audio (a FLAC of silence), and its header may be wrong. So decoding counts
-   samples, appends to one array, and stops at the limit. Few files are decoded at the same time.
-4. libsndfile decodes WAV, FLAC and Ogg in this process. FFmpeg decodes MP3 and all other containers, in a process with
-   limits of its own (``media.containers``). libsndfile reads MP3 too, but writes to stderr, into the server's log, for
-   each damaged frame.
+   samples, appends to one array, and stops at the limit. Few files are decoded at the same time. What is decoded
+   counts in the budget of all requests' audio (``access.admission``).
+4. libsndfile decodes WAV, FLAC and Ogg in this process, by their first bytes, and opens nothing else: its other readers
+   write to stdout and stderr, into the server's log, for each damaged frame (MP3, SDS, AIFF). FFmpeg decodes all other
+   files, and the codings in which libsndfile cannot seek (GSM, G.721, …), in a process with limits of its own
+   (``media.containers``).
 5. FFmpeg encodes. A streamed file is written without seeking, and each packet is sent when it is complete.
 """
 
@@ -23,6 +25,7 @@ import soxr
 import trio
 
 from omni_actors.outputs import AudioChunk
+from omni_actors.serve.access.admission import AdmissionTicket
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.containers import CONTAINERS, FRAMES, MAX_AUDIO_S, MAX_SAMPLES, decode_container, too_long
 
@@ -62,11 +65,11 @@ def pcm16(samples: Floats) -> np.ndarray[Any, np.dtype[np.int16]]:
     return (np.clip(samples, -1.0, 1.0) * 32767.0).round().astype("<i2")
 
 
-async def decode(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
-    """Decode audio files, each given with the parameter that contains it.
+async def decode(files: list[tuple[bytes, str]], ticket: AdmissionTicket) -> list[AudioChunk]:
+    """Decode audio files, each given with the parameter that contains it. The ticket counts the samples' bytes.
 
-    Raises HTTPError about the parameter. Cancellation: a thread finishes its work in the background, and a process is
-    ended.
+    Raises HTTPError about the parameter, or 429. Cancellation: a thread finishes its work in the background, and a
+    process is ended.
     """
     clips: list[AudioChunk] = []
     left_s, left = float(MAX_AUDIO_S), MAX_SAMPLES
@@ -77,6 +80,7 @@ async def decode(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
         if isinstance(found, str):
             limiter = FRAMES if _begins_with_frames(data) else CONTAINERS
             found = await decode_container(data, param, max_s=left_s, max_samples=left, reason=found, limiter=limiter)
+        ticket.add_audio(found.samples.nbytes)
         left_s -= found.duration_s
         left -= len(found.samples)
         clips.append(found)
@@ -88,14 +92,23 @@ def _begins_with_frames(data: bytes) -> bool:
     return data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
 
 
+def _is_for_libsndfile(data: bytes) -> bool:
+    """Return whether a file begins as WAV, FLAC or Ogg does."""
+    return data[:4] in (b"fLaC", b"OggS") or (data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE")
+
+
 def _decode(data: bytes, param: str, max_s: float, max_samples: int) -> AudioChunk | str:
     """Decode a file. Returns the reason if libsndfile cannot or must not read it (rule 4). Raises HTTPError."""
     if _begins_with_frames(data):
         return "it is not valid MP3 or AAC"
+    if not _is_for_libsndfile(data):
+        return "the server does not read its format"
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             if file.subtype.startswith("MPEG"):
                 return "it is not valid MP3"
+            if not file.seekable():  # codings (GSM, G.721, …) of which libsndfile does not tell the length
+                return f"the server does not read its coding, {file.subtype}"
             samples, total = np.empty(0, np.float32), 0
             limit = min(max_samples, int(max_s * file.samplerate))
             # The first read costs one block, however many channels the file claims to have.

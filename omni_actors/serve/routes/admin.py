@@ -30,6 +30,7 @@ from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.api.schemas import parse
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.pipelines import Pipelines
+from omni_actors.serve.routes.common import request_name
 from omni_actors.system import OmniSystem, Reply
 from omni_actors.system.texts import first_value
 
@@ -49,9 +50,12 @@ class PauseRequest(msgspec.Struct, frozen=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
-    """request_ids: those of responses; with ``n``, each choice has a suffix "-0", "-1", …"""
+    """request_ids: those of responses, or the names of requests; with ``n``, each choice has a suffix "-0", "-1", …"""
 
     request_id: list[str] = field(name="request_ids")
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "request_id", [request_name(id) for id in self.request_id])
 
 
 class LoadLoraRequest(msgspec.Struct, frozen=True):

@@ -24,6 +24,9 @@ from omni_actors.system.pictures import seed_of
 from omni_actors.validation import explained
 
 SESSION_HEADER = "X-Session-ID"
+STORED_PREFIX = "resp_"
+"""The beginning of the ids of responses that the server may store."""
+_NAMED_CHARACTERS = 12
 
 
 class _Need(NamedTuple):
@@ -176,14 +179,14 @@ def require_accepted(files: Iterable[tuple[str, str]], pipeline: Pipeline) -> No
             raise bad_request(message, param, "unsupported_input")
 
 
-def begin_choices(
+async def begin_choices(
     system: OmniSystem, body: schemas.ChoicesBody, submits: Sequence[Callable[..., Generation]], id: str
 ) -> Generations:
     """Begin ``n`` generations of each submission, which takes the seed and the request's identifier.
 
-    The choices of the first submission come first. id: of the response. It is the identifier of its only request; that
-    of one of several has the number of its choice behind it.
-    Raises HTTPError, and as ``generate`` does.
+    The choices of the first submission come first. id: of the response. ``request_name`` makes of it the identifier of
+    its only request; that of one of several has the number of its choice behind it.
+    Raises HTTPError, and as ``generate`` does. Cancellation: none of them runs.
     """
     count, most = body.n * len(submits), system.pipeline.limits.max_requests
     if count > most:
@@ -191,8 +194,20 @@ def begin_choices(
         raise bad_request(message, "n", "too_many_choices")
     seeds = [seed_of(body.seed, at) for at in range(body.n)]
     begun = [partial(submit, seed=seed) for submit in submits for seed in seeds]
-    ids = [id] if count == 1 else [f"{id}-{at}" for at in range(count)]
-    return Generations.begin([partial(submit, request_id=name) for submit, name in zip(begun, ids, strict=True)])
+    name = request_name(id)
+    names = [name] if count == 1 else [f"{name}-{at}" for at in range(count)]
+    return await Generations.begin(
+        [partial(submit, request_id=name) for submit, name in zip(begun, names, strict=True)]
+    )
+
+
+def request_name(id: str) -> str:
+    """Return the name of the request behind a response: in the live state, in logs, in traces, and for an abort.
+
+    It is the response's id. But who knows the id of a response that the server stores can read it, continue it and
+    delete it, so there the name has the first characters only; 74 random bits of the id stay unknown.
+    """
+    return id[: len(STORED_PREFIX) + _NAMED_CHARACTERS] if id.startswith(STORED_PREFIX) else id
 
 
 class Completion:

@@ -65,7 +65,7 @@ async def completions(request: Request) -> Response:
         submits = [
             partial(system.generate, prompt, modalities=("text",), session=session, **params) for prompt in prompts
         ]
-        generations = begin_choices(system, body, submits, completion.id)
+        generations = await begin_choices(system, body, submits, completion.id)
         if body.stream:
             events = _events(completion, generations, include_usage=body.stream_options.include_usage)
             return await responses.StreamedResponse(generations, events).start()

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
+from omni_actors.network_addresses import counted_address
 from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.http.websocket import DRAIN
 from omni_actors.serve.pipelines import Pipelines
@@ -41,13 +42,13 @@ class Realtime:
 
     async def serve(self, websocket: WebSocket) -> None:
         """Run a session, or refuse it with an HTTP response."""
+        address = counted_address(websocket.scope["client"][0])
         try:
-            session = self._open(websocket)
+            session = self._open(websocket, address)
         except HTTPError as error:
             await websocket.receive()
             await websocket.send_denial_response(error.response())
             return
-        address = websocket.scope["client"][0]
         self.count += 1
         self._per_address[address] += 1
         try:
@@ -60,12 +61,12 @@ class Realtime:
             if not self._per_address[address]:
                 del self._per_address[address]
 
-    def _open(self, websocket: WebSocket) -> Session:
+    def _open(self, websocket: WebSocket, address: str) -> Session:
         """Raises HTTPError."""
         if self.count >= self._most:
             message = f"the server's sessions are all taken; the limit is {self._most}"
             raise HTTPError(429, message, code="too_many_sessions", retry_after_s=BUSY_RETRY_S)
-        if self._per_address[websocket.scope["client"][0]] >= self._most_per_address:
+        if self._per_address[address] >= self._most_per_address:
             message = f"this address has {self._most_per_address} sessions, which is the limit for one address"
             raise HTTPError(429, message, code="too_many_sessions", retry_after_s=BUSY_RETRY_S)
         query = websocket.query_params

@@ -3,14 +3,16 @@
 Rules
 1. A request is a chat request in other words: ``response_input`` translates it, and ``chat.begin`` begins it.
 2. The server keeps a response and its conversation, files included, unless ``store`` is false (``response_store``). The
-   object of a response for which there is no room has ``store: false``.
-3. Every key may read every response: a server has one key.
+   object of a response for which there is no room has ``store: false``. A stored conversation and the request that
+   continues it have the bounds of one body together.
+3. Every key may read every response: a server has one key. Without a key, the id alone protects a response, so nothing
+   else shows it: its request has another name (``common.request_name``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,14 +24,14 @@ from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
 from omni_actors.serve.api import responses
 from omni_actors.serve.api.errors import renaming
 from omni_actors.serve.api.generations import Generations
-from omni_actors.serve.api.json_body import read_json
+from omni_actors.serve.api.json_body import MAX_VALUES, read_json
 from omni_actors.serve.api.response_schemas import Message, ResponsesRequest, with_types
 from omni_actors.serve.api.schemas import ChatMessage
 from omni_actors.serve.http.errors import HTTPError, bad_request, quote_value
-from omni_actors.serve.response_store import ResponseStore, RunningResponse, size_of
+from omni_actors.serve.response_store import Conversation, ResponseStore, RunningResponse
 from omni_actors.serve.routes import chat
 from omni_actors.serve.routes.chat_answer import ChatCompletion
-from omni_actors.serve.routes.common import open_body
+from omni_actors.serve.routes.common import STORED_PREFIX, open_body
 from omni_actors.serve.routes.response_answer import ResponseAnswer
 from omni_actors.serve.routes.response_input import chat_request, messages_of
 
@@ -54,20 +56,23 @@ async def create(request: Request) -> Response:
     _require_possible(body)
     history = _history(request, body)
     placed = messages_of(body)
-    conversation = (*history, *(message for _, message in placed))
+    conversation = history.extended([message for _, message in placed])
+    if history.messages and conversation.values > MAX_VALUES:
+        message = f"{_HISTORY}: the conversation and the request have more than {MAX_VALUES} values in all"
+        raise bad_request(f"{message}, as a body counts them", _HISTORY, "conversation_too_large")
     instructions = [("instructions", ChatMessage(role="system", content=body.instructions))]
     messages = [*instructions[: body.instructions is not None]]
-    messages += [(_HISTORY, message) for message in history] + placed
+    messages += [(_HISTORY, message) for message in history.messages] + placed
     asked = chat_request(body, [message for _, message in messages])
     params |= {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
     with _naming_items(body):
         completion, generations = await chat.begin(
-            request, system, asked, params, [param for param, _ in messages], "resp_", _NAMES
+            request, system, asked, params, [param for param, _ in messages], STORED_PREFIX, _NAMES
         )
     answer = ResponseAnswer(body, completion)
 
     def keep() -> bytes:
-        if body.store and not store.put(answer.id, answer.object(), (*conversation, answer.message()), address):
+        if body.store and not store.put(answer.id, answer.object(), conversation.extended([answer.message()]), address):
             answer.set_not_stored()
         return answer.last_event()
 
@@ -118,22 +123,22 @@ def _require_possible(body: ResponsesRequest) -> None:
         raise bad_request(message, "modalities", "unsupported_parameter")
 
 
-def _history(request: Request, body: ResponsesRequest) -> Sequence[ChatMessage]:
+def _history(request: Request, body: ResponsesRequest) -> Conversation:
     """Return the conversation that the request continues. Its bytes count as those of the body. Raises HTTPError."""
     if body.previous_response_id is None:
-        return ()
+        return Conversation()
     store: ResponseStore = request.app.state.responses
     ticket: AdmissionTicket = request.scope[SCOPE_KEY]
     found = store.get(body.previous_response_id)
     if found is None:
         message = f"previous_response_id: there is no response {quote_value(body.previous_response_id)}"
         raise bad_request(message, "previous_response_id", "previous_response_not_found")
-    size = size_of(found.messages)
+    size = found.conversation.bytes
     if ticket.bytes + size > ticket.max_bytes:
         message = f"previous_response_id: the conversation and the request exceed {ticket.max_bytes} bytes"
         raise bad_request(message, "previous_response_id", "conversation_too_large")
     ticket.add_bytes(size)
-    return found.messages
+    return found.conversation
 
 
 async def _events(

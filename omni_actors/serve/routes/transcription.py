@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.generation import Generation
-from omni_actors.serve.access.admission import SCOPE_KEY
+from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
 from omni_actors.serve.api import responses
 from omni_actors.serve.api.audio_schemas import TranscriptionRequest, TranslationRequest
 from omni_actors.serve.api.errors import renaming
@@ -56,8 +56,9 @@ async def _start(
     timestamps = _timestamps(body)
     if not files:
         raise FILE.missing()
-    [clip] = await decode([(files[0], "file")])
-    request.scope[SCOPE_KEY].release()
+    ticket: AdmissionTicket = request.scope[SCOPE_KEY]
+    [clip] = await decode([(files[0], "file")], ticket)
+    ticket.release()
     given = {
         "task": "translate" if task == "translate" else None,
         "initial_prompt": body.prompt or None,

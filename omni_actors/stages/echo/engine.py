@@ -90,14 +90,15 @@ class _Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
 
 
 def _with_answer(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add the text of a raw prompt, or of the last message, if ``data`` has one."""
+    """Add the text of a raw prompt, or of the last message, if ``data`` has one. Raises InvalidRequest."""
     if "prompt" in data:
         return {**data, "text": data["prompt"]}
     if not data.get("messages"):
         return data
-    content = data["messages"][-1].get("content") or ""
-    parts = [{"text": content}] if isinstance(content, str) else content
-    return {**data, "text": "\n".join(part["text"] for part in parts if "text" in part)}
+    with request_work("messages"):
+        content = data["messages"][-1].get("content") or ""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        return {**data, "text": "\n".join(part["text"] for part in parts if "text" in part)}
 
 
 class _Pending(msgspec.Struct):
@@ -112,7 +113,7 @@ class _Request:
         self.request_id, self.needed_from = request.request_id, request.needed_from
         self.mark = mark
         """What the request's adapter adds to each text."""
-        self._turns = deque(request.sources)
+        self.turns = deque(request.sources)
         """Sources with chunks to come or to be taken. The next chunk is taken from the first."""
         self._ended: set[str] = set()
         self._pending: dict[str, deque[_Pending]] = {source: deque() for source in request.sources}
@@ -129,23 +130,19 @@ class _Request:
     @property
     def head(self) -> _Pending | None:
         """The chunk to answer next. None: it has not arrived."""
-        pending = self._pending[self._turns[0]] if self._turns else None
+        pending = self._pending[self.turns[0]] if self.turns else None
         return pending[0] if pending else None
 
     def remove_head(self) -> None:
         """Remove ``head``."""
-        source = self._turns.popleft()
+        source = self.turns.popleft()
         self._pending[source].popleft()
         if self._pending[source] or source not in self._ended:
-            self._turns.append(source)
-
-    @property
-    def complete(self) -> bool:
-        return not self._turns
+            self.turns.append(source)
 
     @property
     def ready(self) -> bool:
-        return not self.paused and (self.complete or self.head is not None)
+        return not self.paused and (not self.turns or bool(self._pending[self.turns[0]]))
 
 
 class EchoEngine(PausableEngine[_Request]):
@@ -227,9 +224,9 @@ class EchoEngine(PausableEngine[_Request]):
         if partial := request.seq < request.needed_from:
             tensors, data = {}, {}
         request.seq += 1
-        if request.complete:
+        if last := not request.turns:
             self.abort(request_id)
-        return base.StageOutput(request_id, tensors, data, request.complete, partial=partial)
+        return base.StageOutput(request_id, tensors, data, last, partial=partial)
 
     def _mark(self, adapter: Adapter) -> str:
         """Return what an adapter adds to a text. Raises ``InvalidRequest``."""
@@ -261,8 +258,7 @@ class EchoEngine(PausableEngine[_Request]):
             failures = _Failures()
         if failures.invalid == "feed":
             raise base.InvalidRequest("the chunk asked to be refused", param="echo")
-        with request_work("messages"):
-            data = _with_answer(chunk.data)
+        data = _with_answer(chunk.data)
         tensors = {name: Tensor(t.dtype, t.shape, bytes(t.data)) for name, t in chunk.tensors.items()}
         return _Pending(data, tensors, failures, self._options.fan_out)
 

@@ -52,9 +52,8 @@ class SimulatedControl(Control):
         return self._command_bell
 
     def commands(self) -> Sequence[Command]:
-        for bell in (self._arrived_bell, self._command_bell):
-            with suppress(BlockingIOError):
-                os.eventfd_read(bell)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._arrived_bell)
         arrived, self._arrived = self._arrived, []
         return [self._worker.command(message, fds) for message, fds in arrived]
 

@@ -68,11 +68,11 @@ class SimulatedScaling:
         """The stages that hold requests."""
         pools = self._omni._orchestrator.pools
         return [
-            name for name in self._workload.stages if any(pools.load(each.address) for each in pools.replicas(name))
+            name for name in self._workload.stages if any(pools.loads[each.address] for each in pools.replicas(name))
         ]
 
     def _wanted(self, stage: str) -> int:
-        return self._omni._orchestrator.pools.wanted(stage)
+        return self._omni._orchestrator.pools.wanted[stage]
 
     async def _scale_back(self, stage: str, replicas: int, back_s: float) -> None:
         """Scale a stage up that was just scaled down."""

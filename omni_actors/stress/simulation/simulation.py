@@ -299,13 +299,16 @@ class Simulation(trio.abc.Instrument):
     def _check_start(self, address: Address, message: Start) -> None:
         """Check that a request starts in none but the replicas that were ready first (``orchestrator.placement``).
 
-        After a death that the worker's own work may have caused, a trial of suspects may use any replica. A request
-        that starts again does so a while after it was placed: scaling may have made its replica a standby meanwhile.
+        After a death that the worker's own work may have caused, a trial of suspects may use any replica. The watch
+        knows such deaths of replicas that were removed since. A request that starts again does so a while after it was
+        placed: scaling may have made its replica a standby meanwhile.
         """
         if message.replayed and address.stage in self._scaling.scaled:
             return
         replicas = self._omni._supervisor.replicas.values()
         if any(died_by_itself(death.exit) for each in replicas for death in each.history):
+            return
+        if any(death.by_engine and death.stage == address.stage for death in self._watch.deaths):
             return
         chosen = self._omni._supervisor.replicas[address]
         earlier = [
@@ -315,7 +318,7 @@ class Simulation(trio.abc.Instrument):
             and each.accepts_work
             and each.incarnation.ready_at < chosen.incarnation.ready_at
         ]
-        if len(earlier) >= self._omni._orchestrator.pools.wanted(address.stage):
+        if len(earlier) >= self._omni._orchestrator.pools.wanted[address.stage]:
             self._journal.violated("disturbed", f"a request starts in the standby {address}")
 
     def check_work(self) -> None:

@@ -63,7 +63,7 @@ class WorkerBehavior:
     """How a worker behaves. Times are virtual seconds.
 
     load_s: until it is ready.
-    turn_s: a turn of its loop that moves something.
+    turn_s: a turn of its loop.
     dying_s: from the death of the process to the end of its teardown.
     fails: the error with which its engine fails to load.
     refused: there is no memory for its first ring.
@@ -212,15 +212,7 @@ class SimulatedWorker(Worker):
         with self._scope:
             message, _, _ = await self._next()
             assert isinstance(message, messages.Configure), message
-            spec = message.spec
-            self.loop = EngineLoop(
-                spec.address,
-                message.fence,
-                self._control,
-                resumable=spec.resumable,
-                gathering=spec.gathering,
-                congested_bytes=CONGESTED_BYTES,
-            )
+            self.loop = EngineLoop(message.spec, message.fence, self._control, congested_bytes=CONGESTED_BYTES)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._deliver)
                 await self._run_engine(message, self.loop)
@@ -289,8 +281,8 @@ class SimulatedWorker(Worker):
             self._control.add(messages.Ready(self.behavior.load_s))
             self.ready_at = trio.current_time()
             while self.alive and not loop.stopping:
-                moved, receiving = loop.turn(engine)
-                await self._pause(loop, moved=moved, receiving=receiving)
+                more, receiving = loop.turn(engine)
+                await self._pause(loop, more=more, receiving=receiving)
             if self.alive:
                 engine.close()
         except Exception as error:  # noqa: BLE001 - it ends the worker
@@ -304,20 +296,18 @@ class SimulatedWorker(Worker):
                 self.planned_death = None
                 self._control.send(messages.LoadFailed(f"{error}", loop.calls.establishing))
 
-    async def _pause(self, loop: EngineLoop, *, moved: bool, receiving: bool) -> None:
-        """Wait between two turns of the loop: for the turn's duration, or for a doorbell."""
-        if moved:
-            await trio.sleep(self.behavior.turn_s)
-        elif bells := loop.park(receiving=receiving):
+    async def _pause(self, loop: EngineLoop, *, more: bool, receiving: bool) -> None:
+        """Wait for the duration of a turn and, if no other turn is due, for a doorbell."""
+        await trio.sleep(self.behavior.turn_s)
+        if not more and (bells := loop.park(receiving=receiving)):
             for bell in bells:
                 self._bells.register(bell, select.EPOLLIN)
             try:
                 await trio.lowlevel.wait_readable(self._bells)
+                loop.woken_by([bell for bell, _ in self._bells.poll(0)])
             finally:
                 for bell in bells:
                     self._bells.unregister(bell)
-        else:
-            await trio.lowlevel.checkpoint()
         await self._wait_while_stopped()
 
     async def _wait_while_stopped(self) -> None:

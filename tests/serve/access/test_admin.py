@@ -145,6 +145,19 @@ def test_requests_are_aborted_by_the_ids_of_their_responses(controlled: Server) 
     assert found == {"result": {"requests": {}, "replies": {}}}
 
 
+def test_a_response_is_aborted_by_its_id_though_its_request_has_another_name(start: Start) -> None:
+    slow = ("-s", "stages.first.options.fan_out=100000", "-s", "stages.first.options.step_s=0.01")
+    with start("--enable-admin", *slow, config="echo", api_key="sesame") as server, server.openai() as client:
+        server.http.headers["authorization"] = "Bearer sesame"
+        with client.responses.create(model="echo", input="hello", stream=True) as stream:
+            id = next(iter(stream)).response.id
+            [name] = server.http.get("/v1/state").json()["requests"]
+            found = server.http.post("/abort_requests", json={"request_ids": [id]}).json()
+            assert id.startswith(name)
+            assert list(found["result"]["requests"]) == [name]
+            assert list(stream)[-1].type == "response.failed"
+
+
 def test_a_list_of_adapters(controlled: Server) -> None:
     assert controlled.http.get("/list_loras").json() == {"result": []}
 

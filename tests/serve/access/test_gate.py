@@ -17,10 +17,12 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.outputs import AudioChunk
+from omni_actors.serve.access import admission
 from omni_actors.serve.access.admission import SCOPE_KEY, UPLOAD_GRACE_S, AdmissionControl
-from omni_actors.serve.access.gate import BODY_TIMEOUT_S, RequestGate
+from omni_actors.serve.access.gate import BODY_TIMEOUT_S, MAX_QUERY_BYTES, MAX_SUBPROTOCOLS, RequestGate
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.media import audio
+from tests.serve.media.loading import ticket
 from tests.support.admission import StubSystem
 
 
@@ -44,18 +46,18 @@ class Handler:
 class GateFixture:
     """A request gate with its handler: three places, 100 bytes for all bodies, 60 for one body."""
 
-    def __init__(self, app: ASGIApp | None = None) -> None:
+    def __init__(self, app: ASGIApp | None = None, api_key: str | None = None) -> None:
         self.handler, self.system = Handler(), StubSystem(max_requests=3)
         system: Any = self.system
         self.admission = AdmissionControl(system, max_bytes=100, max_request_bytes=60)
         self.app = RequestGate(
             app or self.handler,
             CollectorRegistry(),
-            api_key=None,
+            api_key=api_key,
             max_body_bytes=60,
             public=(),
             routes=(),
-            websockets=(),
+            websockets=("/talk",),
             admit=lambda path: self.admission.admit() if path == "/work" else None,
         )
 
@@ -66,13 +68,13 @@ class GateFixture:
             while True:
                 taken.append(self.admission.admit())
                 taken[-1].take_place()
-        for ticket in taken:
-            ticket.release()
+        for each in taken:
+            each.release()
         return len(taken), self.admission.bytes
 
 
 class TestClient:
-    """A client that exchanges ASGI messages with the gate."""
+    """A client that exchanges ASGI messages with the gate. more: more fields of the scope."""
 
     __test__ = False  # for pytest
 
@@ -83,6 +85,7 @@ class TestClient:
         path: str = "/work",
         on_answer: Callable[[], None] = lambda: None,
         headers: Sequence[tuple[bytes, bytes]] = (),
+        **more: Any,
     ) -> None:
         self._messages, receive = trio.open_memory_channel[Message](100)
         self.answer: list[Message] = []
@@ -95,7 +98,7 @@ class TestClient:
         self._connection = trio.CancelScope()
 
         async def call() -> None:
-            scope = {"type": "http", "path": path, "headers": headers}
+            scope = {"type": "http", "path": path, "headers": headers, "query_string": b"", **more}
             with self._connection:
                 await gate.app(scope, receive.receive, send)
 
@@ -133,6 +136,53 @@ async def test_a_compressed_body_is_refused(nursery: trio.Nursery, encoding: byt
     await client.send(bytes(20))
     assert client.status == status
     assert gate.state() == (3, 0)
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+async def test_a_long_query_is_refused_before_anything_parses_it(nursery: trio.Nursery, kind: str) -> None:
+    gate = GateFixture()
+    client = TestClient(gate, nursery, type=kind, query_string=b"a&" * (MAX_QUERY_BYTES // 2) + b"a")
+    await trio.testing.wait_all_tasks_blocked()
+    assert client.status == 414
+    assert (gate.handler.bodies, gate.state()) == ([], (3, 0))
+
+
+async def test_a_query_at_the_limit_is_passed_on(nursery: trio.Nursery) -> None:
+    gate = GateFixture()
+    gate.handler.may_start.set()
+    gate.handler.may_answer.set()
+    client = TestClient(gate, nursery, query_string=b"a" * MAX_QUERY_BYTES)
+    await client.send(b"")
+    assert client.status == 200
+
+
+@pytest.mark.parametrize(("others", "is_let_in"), [(MAX_SUBPROTOCOLS - 1, True), (MAX_SUBPROTOCOLS, False)])
+@pytest.mark.parametrize("key", ["openai-insecure-api-key.sesame", "omni-actors-base64url-api-key.c2VzYW1l"])
+async def test_the_key_is_looked_for_among_the_first_subprotocols(
+    nursery: trio.Nursery, key: str, *, others: int, is_let_in: bool
+) -> None:
+    async def accept(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+
+    gate = GateFixture(accept, api_key="sesame")
+    client = TestClient(gate, nursery, path="/talk", type="websocket", subprotocols=["a"] * others + [key])
+    await trio.testing.wait_all_tasks_blocked()
+    assert [message.get("status", 101) for message in client.answer][:1] == [101 if is_let_in else 401]
+
+
+async def test_many_subprotocols_cost_a_few_comparisons(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def compare(given: bytes, expected: bytes) -> bool:
+        compared.append(given)
+        return False
+
+    gate = GateFixture(api_key="sesame")
+    monkeypatch.setattr("hmac.compare_digest", compare)
+    client = TestClient(gate, nursery, path="/talk", type="websocket", subprotocols=["a"] * 32_000)
+    await trio.testing.wait_all_tasks_blocked()
+    assert client.status == 401
+    assert len(compared) == 2 * MAX_SUBPROTOCOLS
 
 
 async def test_an_upload_holds_bytes_and_a_complete_request_also_a_place(nursery: trio.Nursery) -> None:
@@ -288,6 +338,35 @@ async def test_a_body_that_no_handler_reads_is_not_kept(nursery: trio.Nursery) -
     assert gate.state() == (3, 0)
 
 
+async def test_decoded_audio_counts_until_its_response_has_ended(
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the system has the request then, and its bytes and its place are given back."""
+    may_answer = trio.Event()
+
+    async def hear(scope: Scope, receive: Receive, send: Send) -> None:
+        size = len((await receive())["body"])
+        scope[SCOPE_KEY].add_audio(1000 * size)
+        scope[SCOPE_KEY].release()
+        await may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    monkeypatch.setattr(admission, "MAX_AUDIO_BYTES", 10_000)
+    gate = GateFixture(hear)
+    first, leaver, late = (TestClient(gate, nursery) for _ in range(3))
+    await first.send(bytes(6))
+    await leaver.send(bytes(4))
+    await late.send(bytes(1))
+    assert (gate.state(), gate.admission.audio_bytes) == ((3, 0), 10_000)
+    assert (first.answer, late.status) == ([], 429)
+    await leaver.disconnect()
+    assert gate.admission.audio_bytes == 6000
+    may_answer.set()
+    await trio.testing.wait_all_tasks_blocked()
+    assert (first.status, gate.admission.audio_bytes) == (200, 0)
+
+
 async def test_two_files_are_decoded_at_a_time(
     nursery: trio.Nursery, recording: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +385,7 @@ async def test_two_files_are_decoded_at_a_time(
     clips: list[Any] = []
 
     async def ask(param: str) -> None:
-        clips.extend(await audio.decode([(recording(0.5), param)]))
+        clips.extend(await audio.decode([(recording(0.5), param)], ticket()))
 
     for param in "abc":
         nursery.start_soon(ask, param)
@@ -326,6 +405,6 @@ async def test_a_file_of_many_blocks_is_decoded_exactly(recording: Any) -> None:
     tone = np.sin(np.arange(3 * audio._BLOCK + 7) / 50).astype(np.float32)
     file = io.BytesIO()
     soundfile.write(file, np.stack([tone, np.zeros_like(tone)], axis=1), 48000, format="WAV", subtype="FLOAT")
-    [clip] = await audio.decode([(file.getvalue(), "file")])
+    [clip] = await audio.decode([(file.getvalue(), "file")], ticket())
     assert clip.sample_rate == 48000
     assert np.array_equal(clip.samples, tone / 2)

@@ -196,6 +196,21 @@ def test_every_error_of_a_request_has_a_status_and_a_code_of_its_own() -> None:
     assert len({*codes, unread.code, "internal_error"}) == len(others) + 2
 
 
+@pytest.mark.parametrize(
+    ("retry_after_s", "message"),
+    [
+        (None, "stage 'mouth' is not available"),
+        (4.6, "stage 'mouth' is not available; it is tried again and may be ready in 5 s"),
+    ],
+)
+def test_why_a_stage_failed_is_for_the_log_and_not_for_clients(retry_after_s: float | None, message: str) -> None:
+    reason = "FileNotFoundError: /srv/models/mouth/config.json"
+    failed = StageFailed("mouth", 0, reason, [Death(0, 0.0, WorkerExit(1, None, 1))])
+    error = to_http_error(StageUnavailable(failed, retry_after_s))
+    assert (error.message, error.code) == (message, "stage_unavailable")
+    assert error.headers.get("retry-after") == (None if retry_after_s is None else "5")
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b'"hello"', b"{'model': 1}"])
 @pytest.mark.parametrize("path", [CHAT, SPEECH])
 def test_a_body_that_is_not_a_json_object(studio: Any, path: str, body: bytes) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 import trio
 
+from omni_actors.errors import Aborted, InvalidRequest
+from omni_actors.generation import Generation
 from omni_actors.serve.api.generations import Generations
 from omni_actors.system import OmniSystem
 from tests.support.echo_systems import WATCHDOG_S
@@ -53,6 +56,51 @@ async def test_reading_many_generations_starts_no_task(omni: OmniSystem, whole: 
     trio.lowlevel.remove_instrument(spawned)
     assert found == dict.fromkeys(range(16), OUTPUTS)
     assert spawned.count < OUTPUTS
+
+
+class Turns(trio.abc.Instrument):
+    """Counts the steps of tasks."""
+
+    count = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.count += 1
+
+
+async def test_each_request_is_submitted_in_a_step_of_its_own(omni: OmniSystem) -> None:
+    """Each submission reads the whole conversation: 60 in one step held the event loop for a third of a second."""
+    turns, steps = Turns(), list[int]()
+
+    def submit() -> Generation:
+        steps.append(turns.count)
+        return omni.generate("hello")
+
+    trio.lowlevel.add_instrument(turns)
+    generations = await Generations.begin([submit] * 8)
+    trio.lowlevel.remove_instrument(turns)
+    generations.abort()
+    assert len(set(steps)) == 8
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_no_request_stays_if_not_all_are_submitted(omni: OmniSystem, is_cancelled: bool) -> None:
+    begun: list[Generation] = []
+    leaving = trio.CancelScope()
+
+    def submit() -> Generation:
+        if len(begun) == 2:
+            raise InvalidRequest("refused")
+        begun.append(omni.generate("hello"))
+        if is_cancelled and len(begun) == 2:
+            leaving.cancel()
+        return begun[-1]
+
+    with leaving, suppress(InvalidRequest):
+        await Generations.begin([submit] * 4)
+    assert leaving.cancelled_caught == is_cancelled
+    for generation in begun:
+        with pytest.raises(Aborted):
+            await generation.collect()
 
 
 async def test_whole_answers_stay_charged_until_they_are_sent(omni: OmniSystem) -> None:

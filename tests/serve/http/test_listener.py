@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trio
 
+from omni_actors.serve.http import listener
 from tests.support.http_listener import GET, POST, Server, error_of, listening, read_all, read_answer, read_until_cut
 
 REFUSED = "omni_http_refused_connections_total"
@@ -32,6 +33,21 @@ async def test_connections_above_a_limit_are_refused_and_counted(server: Server)
         }
         assert refusals["total"] == 1
         assert (refusals["address"] or 0) >= 1
+
+
+async def test_addresses_that_count_as_one_share_its_limit(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a /64 of IPv6 do; here, those of a /24 of IPv4."""
+    monkeypatch.setattr(listener, "counted_address", lambda host: host.rpartition(".")[0])
+    async with contextlib.AsyncExitStack() as held:
+        streams = [await held.enter_async_context(await server.connect(f"127.0.0.{n}")) for n in (1, 2, 3)]
+        for stream in streams:
+            await stream.send_all(POST + b"Content-Length: 1\r\n\r\n")
+        assert error_of(await server.ask(source="127.0.0.4")) == (503, "too_many_connections")
+        assert server.registry.get_sample_value(REFUSED, {"limit": "address"}) == 1
+        await streams[1].send_all(b"x")
+        assert (await read_answer(streams[1]))[2] == b"x"
+        answer = await server.ask(GET, source="127.0.0.4")
+        assert answer[0] == 200, "an idle connection of the same network makes room"
 
 
 async def test_the_longest_idle_connection_makes_room(server: Server) -> None:

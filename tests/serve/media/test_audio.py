@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.outputs import AudioChunk
+from omni_actors.serve.access import admission
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.media import audio, containers
 from omni_actors.serve.media.audio import AudioEncoder, decode
+from tests.serve.media.loading import ticket
 from tests.support.http_server import WATCHDOG_S
 
 
@@ -156,6 +158,49 @@ def test_a_damaged_mp3_is_decoded_without_a_word_on_stderr(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("format", "coding", "found"),
+    [
+        ("WAV", "GSM610", 1.0),
+        ("W64", "GSM610", 1.0),
+        ("AU", "G721_32", 1.0),
+        ("WAV", "NMS_ADPCM_16", (400, "file")),
+        ("XI", "DPCM_16", (400, "file")),
+    ],
+)
+def test_a_coding_in_which_libsndfile_cannot_seek(format: str, coding: str, found: Any) -> None:
+    """FFmpeg reads it, or it is refused."""
+    tone = 0.3 * np.sin(2 * np.pi * 440 * np.arange(8000) / 8000)
+    file = io.BytesIO()
+    soundfile.write(file, tone, 8000, format=format, subtype=coding)
+    with soundfile.SoundFile(io.BytesIO(file.getvalue())) as written:
+        assert not written.seekable()
+    assert outcome(file.getvalue()) == (pytest.approx(found, abs=0.05) if isinstance(found, float) else found)
+
+
+@pytest.mark.parametrize("format", sorted({*soundfile.available_formats()} - {"SD2"}))  # it writes a second file
+def test_libsndfile_opens_wav_flac_and_ogg_alone(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its readers of other formats write to the server's log."""
+    file, opened = io.BytesIO(), []
+    coding = soundfile.default_subtype(format) or "PCM_16"
+    soundfile.write(file, np.zeros(8000, np.float32), 8000, format=format, subtype=coding)
+    open_file = soundfile.SoundFile
+    monkeypatch.setattr(soundfile, "SoundFile", lambda data: opened.append(format) or open_file(data))
+    found = audio._decode(file.getvalue(), "file", 600.0, 8000)
+    is_its_own = format in ("WAV", "WAVEX", "RF64", "FLAC", "OGG")
+    assert bool(opened) == is_its_own
+    assert isinstance(found, AudioChunk) == is_its_own
+
+
+def test_a_damaged_sds_is_refused_without_a_word_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(120, np.float32), 8000, format="SDS", subtype="PCM_16")
+    data = bytearray(file.getvalue())
+    data[21] = 0xFF  # the first packet begins with F0
+    assert outcome(bytes(data)) == (400, "file")
+    assert capfd.readouterr() == ("", "")
+
+
 async def test_mp3_does_not_wait_behind_containers(
     recording: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +208,7 @@ async def test_mp3_does_not_wait_behind_containers(
     monkeypatch.setattr(audio, "CONTAINERS", busy)
     async with busy:
         with trio.fail_after(WATCHDOG_S):
-            assert len(await decode([(recording(1.0, format="MP3"), "file")])) == 1
+            assert len(await decoded([(recording(1.0, format="MP3"), "file")])) == 1
 
 
 @pytest.mark.parametrize(("first", "second"), [("WAV", "WAV"), ("MP3", "FLAC"), ("FLAC", "MP3")])
@@ -175,10 +220,24 @@ def test_recordings_of_a_request_share_its_limit(
         monkeypatch.setattr(module, "MAX_AUDIO_S", 3)
     files = [(recording(2.0, 8000, first), "first"), (recording(2.0, 8000, second), "second")]
     with pytest.raises(HTTPError) as caught:
-        trio.run(decode, files)
+        trio.run(decoded, files)
     assert (caught.value.param, caught.value.code) == ("second", "audio_too_long")
     assert "may have 3 s" in caught.value.message
-    assert len(trio.run(decode, files[:1])) == 1
+    assert len(trio.run(decoded, files[:1])) == 1
+
+
+@pytest.mark.parametrize("format", ["FLAC", "MP3"])
+async def test_the_ticket_counts_decoded_audio(
+    recording: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    files = [(recording(1.0, format=format), "first"), (recording(1.0, format=format), "second")]
+    into = ticket()
+    clips = await decode(files, into)
+    assert into.audio_bytes == sum(4 * len(clip.samples) for clip in clips) >= 4 * 2 * 16_000
+    monkeypatch.setattr(admission, "MAX_AUDIO_BYTES", into.audio_bytes - 1)
+    with pytest.raises(HTTPError, match="decoded audio") as caught:
+        await decode(files, ticket())
+    assert (caught.value.status, caught.value.code) == (429, "overloaded")
 
 
 @pytest.mark.slow
@@ -207,10 +266,14 @@ def test_a_damaged_container_is_decoded_or_refused(container: str, codec: str) -
     answered()
 
 
+async def decoded(files: list[tuple[bytes, str]]) -> list[AudioChunk]:
+    return await decode(files, ticket())
+
+
 def outcome(data: bytes) -> float | tuple[int, str | None]:
     """Return the seconds of a file, or the status and the parameter of its refusal."""
     try:
-        [clip] = trio.run(decode, [(data, "file")])
+        [clip] = trio.run(decoded, [(data, "file")])
     except HTTPError as error:
         return error.status, error.param
     return clip.duration_s

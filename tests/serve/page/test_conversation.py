@@ -121,17 +121,17 @@ def test_an_answer_without_its_end_has_failed(
 def test_a_reader_who_has_scrolled_back_stays_there_until_a_new_message(page: Page) -> None:
     line = "a line of a long answer "
     in_module(page, f"void (window.answer = talk.addMessage({{role: 'assistant', text: '{line}'.repeat(400)}}))")
-    page.wait(f"{LIST}.scrollTop > 100", timeout_s=10)
+    page.wait(f"{LIST}.scrollTop > 100")
     page.evaluate(f"void ({LIST}.scrollTop = 0)")
     page.evaluate(SHOWN)
     in_module(page, f"talk.changed(answer, {{text: answer.text + '{line}'.repeat(40)}})")
     page.evaluate(SHOWN)
     assert page.evaluate(f"{LIST}.scrollTop") == 0
     in_module(page, "void talk.addMessage({role: 'user', text: 'next', state: 'done'})")
-    page.wait(f"{LIST}.scrollTop > 100", timeout_s=10)
+    page.wait(f"{LIST}.scrollTop > 100")
     in_module(page, f"talk.changed(answer, {{text: answer.text + '{line}'.repeat(40)}})")
     in_module(page, f"void talk.addMessage({{role: 'assistant', text: '{line}'.repeat(40)}})")
-    page.wait(f"{LIST}.scrollHeight - {LIST}.scrollTop - {LIST}.clientHeight < 2", timeout_s=10)
+    page.wait(f"{LIST}.scrollHeight - {LIST}.scrollTop - {LIST}.clientHeight < 2")
 
 
 PLAYED = "{received: 100, played: 50, isPlaying: true, peaks: [], stop() {}}"
@@ -234,4 +234,4 @@ def test_an_error_of_a_picture_goes_with_the_next_picture(gallery: Gallery) -> N
         page.wait("document.querySelector('.composer .error')?.innerText.includes('larger than 8 MB')")
         page.evaluate(CHOOSE.replace("SIZE", "100"))
         page.wait("document.querySelector('.attached img')")
-        page.wait("!document.querySelector('.composer .error')", timeout_s=10)
+        page.wait("!document.querySelector('.composer .error')")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.http_server import Server
+from tests.support.http_server import Server, Start
 from tests.support.realtime import Session, session
 
 
@@ -14,4 +14,19 @@ from tests.support.realtime import Session, session
 def talk(studio: Server) -> Iterator[Session]:
     """A session on the pipeline "studio"."""
     with session(studio) as talk:
+        yield talk
+
+
+@pytest.fixture(scope="session")
+def far_ahead(start: Start) -> Iterator[Server]:
+    """As ``studio``, but an answer of up to 30 s has left, and so has ended, long before it is played."""
+    with start(module="tests.support.far_ahead_server") as server:
+        yield server
+        assert server.stderr == ""
+
+
+@pytest.fixture
+def talk_ahead(far_ahead: Server) -> Iterator[Session]:
+    """A session in which an answer that has ended plays on for as long as a slow machine needs."""
+    with session(far_ahead) as talk:
         yield talk

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.turns import SENTENCES, say
-from tests.serve.realtime.test_turns import answer, spoken
+from tests.serve.realtime.test_turns import PLAYING_ON, answer, spoken
 from tests.support.http_server import Server, Start
 from tests.support.realtime import PCM_S, Session, pcm, session, silence
 
@@ -26,10 +26,11 @@ def ignore_backchannels(talk: Session, **others: Any) -> None:
 )
 def test_an_answer_goes_on_through_a_backchannel(talk: Session, backchannel: str, interruption: str) -> None:
     ignore_backchannels(talk)
+    first, second = (pcm(say(text)) for text in (backchannel, interruption))  # it takes a while to make them
     item_id = answer(talk)
     time.sleep(1)  # its player has begun, before the speech does
-    talk.hear(silence(0.5) + pcm(say(backchannel)) + silence(1))
-    talk.hear(pcm(say(interruption)))
+    talk.hear(silence(0.5) + first + silence(1))
+    talk.hear(second)
     events = talk.until("conversation.item.truncated")
     starts = [event for event in events if event["type"] == "input_audio_buffer.speech_started"]
     assert len(starts) == 1
@@ -69,10 +70,15 @@ def test_an_answer_goes_on_through_a_backchannel_in_a_pause_of_its_sound(start: 
 
 
 def test_short_speech_that_began_before_the_first_sound_is_a_turn(talk: Session) -> None:
-    """It arrives together with a second of the microphone's sound, of which the answer was played for less."""
+    """It arrives together with a second of the microphone's sound, of which the answer was played for less.
+
+    The answer is in progress, and has 0.3 s of sound.
+    """
     ignore_backchannels(talk)
     speech = pcm(say("Yeah."))
-    answer(talk)
+    talk.ask("word endless")
+    talk.send("response.create")
+    talk.until("response.output_audio.delta")
     talk.hear(speech + bytes(PCM_S - len(speech) % PCM_S), size=PCM_S)
     done = talk.until("response.done")[-1]["response"]
     assert done["status_details"]["reason"] == "turn_detected"
@@ -92,11 +98,13 @@ def test_a_backchannel_is_a_turn_after_the_client_has_stopped_the_answer(talk: S
     assert "input_audio_buffer.committed" in [event["type"] for event in talk.until("error")]
 
 
-def test_the_wait_for_a_silent_user_begins_again_after_a_backchannel(talk: Session) -> None:
+def test_the_wait_for_a_silent_user_begins_again_after_a_backchannel(talk_ahead: Session) -> None:
+    talk = talk_ahead
     ignore_backchannels(talk, idle_timeout_ms=5000, create_response=False)
     backchannel = say("Yeah.")
-    spoken(talk, "word " * 20)  # of 6 s: its player plays on for 2 s behind the end of the response
-    talk.hear(pcm(backchannel) + silence(9))
+    spoken(talk, PLAYING_ON)
+    time.sleep(1)  # its player has begun, before the speech does
+    talk.hear(pcm(backchannel) + silence(27 + 5 + 1))
     talk.send("conversation.item.retrieve", event_id="last", item_id="x")
     events = talk.until("error")
     assert "input_audio_buffer.speech_started" not in [event["type"] for event in events]

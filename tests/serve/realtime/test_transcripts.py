@@ -84,7 +84,9 @@ def test_a_stage_that_is_killed_while_the_user_speaks_costs_nothing(start: Start
             assert server.replica(stage)["restarts"] == 1
 
 
-def test_a_language_that_the_model_does_not_know_is_refused(talk: Session) -> None:
+def test_a_language_that_the_model_does_not_know_is_refused(talk_ahead: Session) -> None:
+    """By a server that waits for its transcriber: others accept a language that cannot be checked in time."""
+    talk = talk_ahead
     name = "session.audio.input.transcription.language"
     for language in ("xx", "?", "", "x" * 40):
         audio = {"input": {"transcription": {"language": language}}}
@@ -134,7 +136,7 @@ def test_events_behind_a_language_that_cannot_be_checked_are_taken_in_order(star
 
 def test_a_session_is_gone_after_a_refused_language(start: Start) -> None:
     """Resamplers that are left at the end of the process are reported on stderr."""
-    with start() as server:
+    with start(module="tests.support.far_ahead_server") as server:
         with session(server) as talk:
             assert talk.error("session.update", session={"audio": {"input": {"transcription": {"language": "xx"}}}})
         assert server.ends_by(signal.SIGINT)[1] == ""
@@ -185,6 +187,7 @@ def test_a_conversation_that_a_strict_template_refuses_is_tried_again_with_messa
 
 def test_a_transcript_that_failed_is_made_again_for_the_next_answer(slow: Server) -> None:
     """The server admits two requests, and its answers do not end."""
+    slow.wait_metric("omni_requests_in_flight", 0)  # those of the tests before
     key = {"additional_headers": {"authorization": "Bearer sesame"}}
     with session(slow, **key) as other, session(slow, **key) as talk:
         transcribe(talk)

@@ -19,6 +19,7 @@ from PIL import Image
 from pydantic import TypeAdapter
 
 from omni_actors.cli import main
+from omni_actors.orchestrator.retry_after import LONGEST_S
 from tests.support.hostile_pictures import bomb
 from tests.support.http_server import Server, Start
 
@@ -302,7 +303,7 @@ def test_a_full_server_says_when_the_next_picture_is_done(start: Start) -> None:
             refused_edit = server.http.post("/v1/images/edits", data=body, files={"image": ("a.png", file())})
         for answer in (refused, refused_edit):
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded"), answer.text
-            assert 10 <= int(answer.headers["retry-after"]) <= 40
+            assert 10 <= int(answer.headers["retry-after"]) <= LONGEST_S, "more than 40 if a step stood still"
 
 
 # in conversations

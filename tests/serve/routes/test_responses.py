@@ -6,10 +6,12 @@ import base64
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
 import openai
 import pytest
 import trio
@@ -17,9 +19,10 @@ from openai.types.responses import Response as ResponseObject
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from omni_actors.serve import app
+from omni_actors.serve import app, response_store
+from omni_actors.serve.api.json_body import DecodingCost
 from omni_actors.serve.api.schemas import ChatMessage
-from omni_actors.serve.response_store import ResponseStore
+from omni_actors.serve.response_store import Conversation, ResponseStore
 from omni_actors.serve.server import serve
 from omni_actors.serve.settings import ServerSettings
 from tests.support.http_server import NO_TLS, WATCHDOG_S, Server, Start
@@ -66,6 +69,19 @@ def ask(client: openai.OpenAI, model: str = "studio", **arguments: Any) -> Any:
 
 def write(client: openai.OpenAI, **arguments: Any) -> Any:
     return ask(client, "writer", **{"max_output_tokens": 8, **arguments})
+
+
+@asynccontextmanager
+async def echo_client() -> AsyncIterator[openai.AsyncOpenAI]:
+    """Run a server in this event loop during the block, and yield a client of it."""
+    run = partial(serve, "echo", ServerSettings(port=0), announce=None, handles_signals=False)
+    with trio.fail_after(WATCHDOG_S):
+        async with trio.open_nursery() as nursery:
+            url = await nursery.start(run)
+            http = openai.DefaultAsyncHttpxClient(verify=NO_TLS)
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client:
+                yield client
+            nursery.cancel_scope.cancel()
 
 
 def raw_events(server: Server, **fields: Any) -> list[dict[str, Any]]:
@@ -190,6 +206,53 @@ def test_a_conversation_goes_on_from_a_stored_response(author: openai.OpenAI) ->
     assert third.previous_response_id == second.id
 
 
+def test_a_conversation_by_id_has_the_bound_of_a_body(client: openai.OpenAI) -> None:
+    items: Any = [{"role": "user", "content": ""}] * 1500
+    first = ask(client, input=items)
+    with pytest.raises(openai.BadRequestError, match="more than 20000 values in all") as caught:
+        ask(client, input=items, previous_response_id=first.id)
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "conversation_too_large")
+    assert ask(client, input=items[:300], previous_response_id=first.id).status == "completed"
+
+
+async def test_each_message_of_a_conversation_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    measure = response_store._measure
+
+    def count(messages: Sequence[ChatMessage]) -> tuple[int, int]:
+        measured.append(len(messages))
+        return measure(messages)
+
+    monkeypatch.setattr(response_store, "_measure", count)
+    async with echo_client() as client:
+        answer = None
+        for _ in range(3):
+            id = answer.id if answer else None
+            answer = await client.responses.create(model="echo", input="hello", previous_response_id=id)
+    assert sum(measured) == 3 * 2, "a question and an answer"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": ""},
+        {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,", "detail": "auto"}}]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "x"},
+        {
+            "role": "assistant",
+            "content": "well",
+            "tool_calls": [{"type": "function", "id": "x", "function": {"name": "weather", "arguments": "{}"}}],
+        },
+    ],
+)
+def test_the_values_of_messages_are_those_of_their_json(message: dict[str, Any]) -> None:
+    cost = DecodingCost()
+    cost.add(json.dumps([message] * 3).encode())
+    given = Conversation().extended(msgspec.convert([message] * 3, list[ChatMessage]))
+    assert given.values + 1 == cost._values, "a list has one comma less than values, and two brackets"
+
+
 def test_a_stored_response_is_read_and_deleted(client: openai.OpenAI, studio: Server) -> None:
     kept = ask(client)
     assert client.responses.retrieve(kept.id).output_text == kept.output_text
@@ -218,6 +281,19 @@ def test_a_running_response_is_cancelled(slow: Server) -> None:
     slow.wait_metric("omni_requests_in_flight", 0)
 
 
+def test_the_live_state_does_not_show_the_id_that_protects_a_response(client: openai.OpenAI, studio: Server) -> None:
+    kept = ask(client)
+    requests = studio.http.get("/v1/state").json()["requests"]
+    [name] = [name for name in requests if kept.id.startswith(name)]
+    assert requests[name]["state"] == "done"
+    assert len(kept.id) - len(name) == 20
+    for act in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            act(name)
+    with pytest.raises(openai.BadRequestError, match="there is no response"):
+        ask(client, previous_response_id=name)
+
+
 def test_a_response_whose_last_events_are_being_sent_has_ended(studio: Server) -> None:
     """The client reads the first pieces of its answer only. The last events repeat the answer: the sockets are full."""
     body = json.dumps({"model": "studio", "input": "x" * 300_000, "stream": True}).encode()
@@ -243,20 +319,14 @@ def test_a_response_whose_last_events_are_being_sent_has_ended(studio: Server) -
 
 async def test_a_response_that_is_too_large_to_be_kept_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "ResponseStore", partial(ResponseStore, max_bytes=3000))
-    run = partial(serve, "echo", ServerSettings(port=0), announce=None, handles_signals=False)
-    with trio.fail_after(WATCHDOG_S):
-        async with trio.open_nursery() as nursery:
-            url = await nursery.start(run)
-            http = openai.DefaultAsyncHttpxClient(verify=NO_TLS)
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client:
-                for text, is_kept in (("hello", True), ("hello " * 500, False)):
-                    whole = await client.responses.create(model="echo", input=text)
-                    stream = await client.responses.create(model="echo", input=text, stream=True)
-                    last = [event async for event in stream][-1]
-                    assert last.type == "response.completed"
-                    for each in (whole, last.response):
-                        assert each.model_dump()["store"] is is_kept
-            nursery.cancel_scope.cancel()
+    async with echo_client() as client:
+        for text, is_kept in (("hello", True), ("hello " * 500, False)):
+            whole = await client.responses.create(model="echo", input=text)
+            stream = await client.responses.create(model="echo", input=text, stream=True)
+            last = [event async for event in stream][-1]
+            assert last.type == "response.completed"
+            for each in (whole, last.response):
+                assert each.model_dump()["store"] is is_kept
 
 
 def test_a_recording_in_the_input_is_heard(client: openai.OpenAI, recording: Callable[..., bytes]) -> None:
@@ -370,16 +440,19 @@ def test_a_prompt_that_the_model_refuses_is_the_input(author: openai.OpenAI, inp
     assert caught.value.param == "input"
 
 
+def conversation(length: int, count: int = 1) -> Conversation:
+    return Conversation().extended([ChatMessage(role="user", content="x" * length)] * count)
+
+
 def test_a_store_keeps_the_newest_responses_within_its_bounds() -> None:
     store = ResponseStore(max_responses=3, max_bytes=4000)
-    message = ChatMessage(role="user", content="x" * 500)
     for number in range(5):
-        store.put(str(number), {"n": number}, [message], "a")
+        store.put(str(number), {"n": number}, conversation(500), "a")
     assert [number for number in range(5) if store.get(str(number))] == [2, 3, 4]
-    assert store.put("large", {}, [message] * 5, "a")
+    assert store.put("large", {}, conversation(500, count=5), "a")
     assert store.get("large")
     assert store.bytes <= 4000
-    assert not store.put("too large", {}, [message] * 9, "a")
+    assert not store.put("too large", {}, conversation(500, count=9), "a")
     assert store.get("too large") is None
     assert store.get("large")
     assert store.delete("large")
@@ -387,20 +460,27 @@ def test_a_store_keeps_the_newest_responses_within_its_bounds() -> None:
     assert store.bytes == sum(found.size for number in range(5) if (found := store.get(str(number))))
 
 
+def test_all_addresses_of_a_network_have_one_share_of_the_store() -> None:
+    store = ResponseStore(max_responses=4)
+    for id in "ab":
+        assert store.put(id, {}, conversation(10), "192.0.2.1")
+    for number in range(20):
+        store.put(str(number), {}, conversation(10), f"2001:db8::{number:x}")
+    assert store.get("a")
+    assert store.get("b")
+
+
 @pytest.mark.parametrize(("count", "length"), [(30, 10), (3, 1900)])
 def test_no_address_makes_the_store_forget_the_responses_of_others(count: int, length: int) -> None:
     store = ResponseStore(max_responses=10, max_bytes=4500)
-    small = ChatMessage(role="user", content="x" * 10)
     kept = [f"{address}{number}" for address in "abc" for number in range(2)]
     for id in kept:
-        assert store.put(id, {}, [small], id[0])
+        assert store.put(id, {}, conversation(10), id[0])
     for number in range(count):
-        assert store.put(f"d{number}", {}, [ChatMessage(role="user", content="x" * length)], "d")
+        assert store.put(f"d{number}", {}, conversation(length), "d")
     assert all(store.get(id) for id in kept)
     assert store.get(f"d{count - 1}")
     assert not store.get("d0")
-    assert not store.put("d", {}, [ChatMessage(role="user", content="x" * 4300)], "d"), (
-        "without those of others it fits"
-    )
+    assert not store.put("d", {}, conversation(4300), "d"), "without those of others it fits"
     assert all(store.get(id) for id in kept)
     assert store.bytes == sum(store.get(id).size for id in kept)

@@ -10,7 +10,7 @@ import { abilities, chosen, follow, live, replicasOf, retryMs } from "./live.js"
 import { RequestList } from "./requests.js";
 import { Sparks } from "./sparks.js";
 import { pause, useStore } from "./store.js";
-import { html, render, useEffect, useState } from "./view.js";
+import { html, render, useEffect, useLayoutEffect, useState } from "./view.js";
 import { hold, interrupt, release, toggleHandsFree } from "./voice.js";
 
 function currentTheme() {
@@ -23,7 +23,7 @@ function isTyping(event) {
 }
 
 function useKeys({ model, can, hasRealtime, setDialog, toggleTheme }) {
-  useEffect(() => {
+  useLayoutEffect(() => {
     const talks = hasRealtime && can.hears;
     const actions = {
       "?": () => setDialog("keys"),

@@ -54,7 +54,7 @@ function Composer({ model, can, hasRealtime, isPlaying }) {
     setProblem(null);
     interrupt();
     if (isDrawing) draw(model, request, picture);
-    else ask(model, request, { isSpoken: can.speaks && spoken, pictures: picture ? [picture] : [] });
+    else ask(model, request, { isSpoken: can.speaks && talk.value.spoken, pictures: picture ? [picture] : [] });
   };
   const onKey = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);

@@ -2,7 +2,7 @@
 
 import { key } from "./api.js";
 import { talk } from "./conversation.js";
-import { html, useEffect, useRef, useState } from "./view.js";
+import { html, useLayoutEffect, useRef, useState } from "./view.js";
 
 export const SHORTCUTS = [
   ["?", "this list"],
@@ -19,7 +19,7 @@ export const SHORTCUTS = [
 // The browser closes the dialog, and gives the focus back to what had it before. Then `onClose` is called.
 export function Dialog({ title, onClose, children }) {
   const dialog = useRef();
-  useEffect(() => dialog.current.showModal(), []);
+  useLayoutEffect(() => dialog.current.showModal(), []);
   return html`<dialog ref=${dialog} onClose=${onClose} aria-label=${title}>
     <header><h2>${title}</h2><button type="button" class="quiet" onClick=${() => dialog.current.close()}>Close</button>
     </header>${children}</dialog>`;

@@ -15,7 +15,8 @@ const SILENCE_MS = 30_000; // a server that sends nothing for so long is lost: i
 // same, {pid, since}: the worker that loads there, and when the page first saw it, in the server's time.
 export const live = new Store(
   { state: null, isConnected: false, needsKey: false, problem: null, retries: true, recoveries: {}, loading: {} });
-let received = 0; // when the latest state arrived, by performance.now()
+let ahead = -Infinity; // the server's Unix time less performance.now(), in seconds, by the state that came the quickest
+let isFollowing = false;
 const samples = []; // the rings' counters of the last seconds: [ms, {ring: [messages, bytes]}]
 
 function merge(document, patch) {
@@ -35,12 +36,13 @@ export function replicasOf(state) {
 
 // Returns the server's Unix time in seconds. The browser's own clock may be set differently.
 export function serverTime() {
-  return live.value.state.at + (performance.now() - received) / 1000;
+  return ahead + performance.now() / 1000;
 }
 
 // before: the state before it in the same connection, if there was one. What happened between two connections is unknown.
 function take(state, before) {
-  received = performance.now();
+  if (!before) ahead = -Infinity; // another server, maybe
+  ahead = Math.max(ahead, state.at - performance.now() / 1000); // else the time would go back when a state comes late
   const [found, loading] = [{ ...live.value.recoveries }, {}];
   const earlier = Object.fromEntries(replicasOf(before).map((each) => [each.name, each.replica]));
   for (const { name, replica } of replicasOf(state)) {
@@ -103,8 +105,19 @@ async function untilShown() {
   }
 }
 
-// Follows the stream. After a failure it connects again, unless the server refuses for a reason that stays.
+// Follows the stream, unless it is followed already.
 export async function follow() {
+  if (isFollowing) return;
+  isFollowing = true;
+  try {
+    await followAlone();
+  } finally {
+    isFollowing = false;
+  }
+}
+
+// After a failure it connects again, unless the server refuses for a reason that stays.
+async function followAlone() {
   live.update({ retries: true });
   for (;;) {
     let [problem, wait] = ["the server has ended the connection", RETRY_MS];
