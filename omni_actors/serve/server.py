@@ -53,6 +53,8 @@ DUPLICATE_SIGNAL_S = 0.25
 SEND_BUFFER_BYTES = 128 * 1024
 """The kernel doubles it. This much of a response can wait for a client without being counted in any limit."""
 BACKLOG = 1024
+MOVED_BYTES = 8 * 1024**2
+"""A body of this size or more grows without being copied: a copy of 32 MB would hold the event loop for 30 to 80 ms."""
 
 log = logging.getLogger("omni_actors.serve")
 
@@ -241,7 +243,7 @@ class _Server:
                 loaded.add(name)
                 self._failed.discard(name)
                 make_full_collections_rare()
-                keep_freed_memory()
+                keep_freed_memory(below=MOVED_BYTES)
                 self._report(ServerReady(url=url, pipeline=name))
             self._start_if_settled(url)
             if not self._stop.is_set():
