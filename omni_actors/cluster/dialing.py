@@ -8,8 +8,8 @@ Rule 3: once both sides are authenticated, the other side ends an attempt for wh
 (``accepting``, rule 2). So this side does not give it up while the link is being opened there. If the news of that end
 is lost on the way, this side's kernel asks for it (``channel``, rule 4).
 Rule 4: a time in which this process does not run (SIGSTOP, a machine that is paused) counts as one check's time
-(``check_s``) at most, and a link has that time in addition. What has come meanwhile is read before an attempt is given
-up. So this side's standstill is not taken for the other side's silence.
+(``check_s``) at most. A link's deadline is that much later, so it still has its whole time. What has come meanwhile is
+read before an attempt is given up. So this side's standstill is not taken for the other side's silence.
 """
 
 from __future__ import annotations

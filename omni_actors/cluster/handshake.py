@@ -28,7 +28,7 @@ from typing import Final
 from omni_actors.errors import OmniError
 
 NAME: Final = b"omnilnk"
-VERSION: Final = 5
+VERSION: Final = 6
 MAGIC: Final = NAME + bytes([VERSION])
 LONGEST_ROLE: Final = 8
 """Bytes of ASCII."""

@@ -35,7 +35,7 @@ CLOSED: Final = b"\1"
 TURN_BYTES: Final = 1 << 20
 """A link moves about so much before other links have their turn."""
 SIGNS: Final = 5
-"""So many times in the time of silence, the receiving end says ALIVE, and the sending end checks that it was heard."""
+"""How many times in ``silent_s`` the receiving end says ALIVE, and the sending end checks that it has heard it."""
 MOST_MISSED: Final = SIGNS + 2
 """A link is lost when so many checks in a row have heard nothing."""
 READ_AHEAD: Final = 64 << 10

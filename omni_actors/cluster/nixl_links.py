@@ -170,7 +170,7 @@ class FetchingLink(ReceivingLink):
         super().check_silence(sign_s)
         if self._target is not None and not self._copied:
             self._checks += 1
-            # The first one came early, and before another one this process may have stood still.
+            # Two checks do not count: the first one comes early, and one may follow a standstill of this process.
             if (self._checks - 2) * sign_s >= self._transfers.read_s:
                 self._transfers.give_up(f"nothing was fetched for {self._transfers.read_s:g} s")
             self._wake()  # there may be room by now

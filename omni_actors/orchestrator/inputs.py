@@ -28,11 +28,11 @@ PARAMS_BYTES = MAX_BYTES // 2
 OVERHEAD_BYTES = 512
 """About the size of the objects around a retained piece, so that the bound covers many small pieces, too."""
 
-PIECES_A_TURN = 16
+INPUTS_A_TURN = 16
 """How many pieces of one request, or from one queue, are sent before other tasks run."""
 REQUEST_BYTES_A_TURN, QUEUE_BYTES_A_TURN = 32 * 1024, 4 * 1024 * 1024
-"""After so many bytes of one request, or from one queue, no other piece is sent before other tasks run. A queue is sent
-a piece of each request in turn, so none of them takes all of it."""
+"""After so many bytes of one request, or from one queue, no other piece is sent before other tasks run. In a
+queue, each request is sent a piece in turn, so no request takes the whole turn."""
 
 _ENDED = object()
 """Returned when an iterator has ended."""
@@ -92,9 +92,9 @@ class _Queue:
 class InputMover:
     """Sends the input of requests to their stages, and reads live input as fast as the stages take it.
 
-    Input that fits into its ring is sent at once. The rest waits in a queue for each edge, and long input too. One task
-    sends a queue, a piece of each request in turn, and ends with it: a task for each request would cost more than all
-    else here.
+    Input is sent at once as far as it fits into its ring, and up to the share of a turn. The rest waits in the edge's
+    queue. One task sends a queue, a piece of each request in turn, and ends with it: a task for each request would cost
+    more than all else here.
 
     Args:
         edges: The rings between the parent and the workers.
@@ -141,7 +141,7 @@ class InputMover:
                 queue = self._queues[edge] = _Queue(request.replay_state.placement[stage])
                 self.nursery.start_soon(self._send_queued, edge, queue)
             queue.add(request)
-        self._sent(request)
+        self._note_sent(request)
 
     def _edge(self, request: Request, stage: str) -> InputEdge | None:
         """Return where a stage's input goes; None: the replica died, or has not confirmed a repeated ``Start``."""
@@ -151,11 +151,14 @@ class InputMover:
         return self._edges.inputs.get(progress.address)
 
     def _send_at_once(self, request: Request, stage: str, edge: InputEdge) -> bool:
-        """Send a stage what there is room for, up to the share of a turn. Return False if more is to be sent."""
+        """Send a stage what there is room for, up to the share of a turn. Return False if more is to be sent.
+
+        Nothing more is to be sent to a worker that is dying: its successor is sent all input.
+        """
         cursor, address = request.input.cursor(stage), request.replay_state.placement[stage]
         pieces = nbytes = 0
         while (due := request.input.next_piece(stage)) is not None:
-            if pieces == PIECES_A_TURN or nbytes >= REQUEST_BYTES_A_TURN:
+            if pieces == INPUTS_A_TURN or nbytes >= REQUEST_BYTES_A_TURN:
                 return False
             try:
                 size = edge.try_send(_encoded(request, cursor, due))
@@ -178,7 +181,7 @@ class InputMover:
             while queue.cursors:
                 await trio.lowlevel.checkpoint()
                 pieces = nbytes = 0
-                while queue.cursors and pieces < PIECES_A_TURN and nbytes < QUEUE_BYTES_A_TURN:
+                while queue.cursors and pieces < INPUTS_A_TURN and nbytes < QUEUE_BYTES_A_TURN:
                     nbytes += await self._send_next(edge, queue)
                     pieces += 1
         except trio.ClosedResourceError:
@@ -186,7 +189,7 @@ class InputMover:
         finally:
             del self._queues[edge]
             for request, cursor in queue.cursors.items():
-                self._is_done(request, queue.address.stage, cursor)
+                self._note_done(request, queue.address.stage, cursor)
 
     async def _send_next(self, edge: InputEdge, queue: _Queue) -> int:
         """Send the next piece of the request that has waited longest, and return its bytes; 0: none was sent.
@@ -199,7 +202,7 @@ class InputMover:
         due = request.input.next_piece(stage)
         if due is None or request.input.cursor(stage) is not cursor or self._edge(request, stage) is not edge:
             del queue.cursors[request]
-            self._is_done(request, stage, cursor)
+            self._note_done(request, stage, cursor)
             return 0
         size: int | None = None
         try:
@@ -217,18 +220,18 @@ class InputMover:
             return size or 0
         if due[1] or request.input.next_piece(stage) is None:
             del queue.cursors[request]
-            self._is_done(request, stage, cursor)
+            self._note_done(request, stage, cursor)
         else:
             queue.cursors.move_to_end(request)
         return size or 0
 
-    def _is_done(self, request: Request, stage: str, cursor: Cursor) -> None:
+    def _note_done(self, request: Request, stage: str, cursor: Cursor) -> None:
         """Note that a stage is sent no more, unless it has started again since."""
         if request.input.cursor(stage) is cursor:
             request.input.take_due(stage)
-            self._sent(request)
+            self._note_sent(request)
 
-    def _sent(self, request: Request) -> None:
+    def _note_sent(self, request: Request) -> None:
         if request.on_failure == "fail" or request.input.evicting:
             placed = request.replay_state.placement.keys() & request.route.entries.keys()
             request.input.drop_sent(placed, self._retained)

@@ -170,7 +170,7 @@ class Request:
     """A request that may be replayed keeps it until it ends."""
     live_fingerprint: Fingerprint | None = None
     """The fingerprint of a request with live input; it covers what has arrived."""
-    first_fingerprint: str | None = None
+    _fingerprint: str | None = None
     """``fingerprint``, once it was asked for."""
 
     # Output
@@ -229,9 +229,9 @@ class Request:
 
         It covers the live input that has arrived when it is first asked for, so that it does not change in a trial.
         """
-        if self.first_fingerprint is None:
-            self.first_fingerprint = self.known_fingerprint or self.name
-        return self.first_fingerprint
+        if self._fingerprint is None:
+            self._fingerprint = self.known_fingerprint or self.name
+        return self._fingerprint
 
     @property
     def known_fingerprint(self) -> str | None:

@@ -104,7 +104,7 @@ class StageRouting:
         self._prefixes: OrderedDict[bytes, Holder] = OrderedDict()
 
     def remembers(self, affinity: Affinity) -> bool:
-        """Return whether the choice for such a request is remembered, so that it has to be made even among one."""
+        """Return whether ``choose`` must be called even for a single candidate, because the choice is remembered."""
         return self._policy != "least_outstanding" or affinity.session is not None
 
     def choose(self, candidates: Sequence[Candidate], affinity: Affinity) -> Address:

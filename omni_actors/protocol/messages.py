@@ -93,7 +93,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The kind of memory in which workers hand tensors to one another by handle: "none", "cuda" or "host"."""
     resumable: bool = False
     """Whether the engine names its decisions, which then travel with its chunks (``stages.base``, rule 6)."""
-    bounds: Bounds = Bounds(0, 0)
+    bounds: Bounds
+    """How much the worker may retain or gather."""
     gathers: bool = False
     """Whether the engine gets the input of a request whole. If not: chunk by chunk, as it arrives."""
     spins: bool = True

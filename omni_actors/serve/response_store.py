@@ -7,7 +7,7 @@ Rules
 2. A response is kept with its whole conversation, files included. Conversations share their messages in memory; each
    is counted in full, so the real memory is below the bound.
 3. Messages are measured once, when they join a conversation. The client cannot hide the length of a conversation behind
-   an id: it has the bounds of a body (``routes.response_routes``).
+   an id: it has the bounds of a body in bytes and values (``routes.response_routes``).
 4. A running response is known by its id while its stream runs, so that it can be looked at and cancelled.
 """
 

@@ -100,7 +100,7 @@ async def test_the_audio_of_a_request_counts_until_its_response_has_ended(
     url: str, recording: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of silence is small, and its samples are not."""
-    monkeypatch.setattr(admission, "MAX_AUDIO_BYTES", 4 * 16_000, raising=False)
+    monkeypatch.setattr(admission, "MAX_AUDIO_BYTES", 4 * 16_000)
 
     def transcribe(seconds: float) -> int:
         form: dict[str, Any] = {"data": {"model": "studio"}, "files": {"file": ("a.wav", recording(seconds))}}

@@ -15,6 +15,7 @@ from omni_actors.config import Restart, Stage
 from omni_actors.errors import StageFailed, WorkerExit
 from omni_actors.protocol.messages import (
     Address,
+    Bounds,
     Configure,
     ControlMessage,
     Finished,
@@ -115,7 +116,11 @@ class SimulatedSystem:
         """Called with every new worker."""
         self._pids = itertools.count(1)
         self.supervisor = Supervisor(
-            [WorkerSpec(address=Address(name, replica), factory="") for name in inputs for replica in range(replicas)],
+            [
+                WorkerSpec(address=Address(name, replica), factory="", bounds=Bounds(0, 0))
+                for name in inputs
+                for replica in range(replicas)
+            ],
             {
                 name: Stage(**({"engine": "echo", "inputs": sources, "restart": POLICY} | stages.get(name, {})))
                 for name, sources in inputs.items()

@@ -21,6 +21,7 @@ from omni_actors.errors import WorkerExit
 from omni_actors.platform import allocator
 from omni_actors.protocol.messages import (
     Address,
+    Bounds,
     Configure,
     ControlMessage,
     LoadFailed,
@@ -36,6 +37,7 @@ from omni_actors.worker.priority import LOADING_NICE, may_raise_to
 from tests.support.open_descriptors import open_descriptors
 
 HERE = Address("here", 0)
+BOUNDS = Bounds(0, 0)
 WATCHDOG_S = 60.0
 ENGINES = """
     import ctypes, json, os, psutil, resource, signal, subprocess, sys, threading
@@ -104,7 +106,8 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configure(factory: str, threads: int = 1, nice: int = 0) -> Configure:
-    return Configure(WorkerSpec(address=HERE, factory=factory, threads=threads, nice=nice, spins=False), fence=0)
+    spec = WorkerSpec(address=HERE, factory=factory, bounds=BOUNDS, threads=threads, nice=nice, spins=False)
+    return Configure(spec, fence=0)
 
 
 async def run_until_dead(factory: str) -> tuple[WorkerExit, list[ControlMessage]]:
@@ -145,7 +148,7 @@ async def test_a_worker_that_loads_behind_another_one_has_a_low_priority_until_i
     behind: bool, shares_cores: bool
 ) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    spec = WorkerSpec(address=HERE, factory="process_engines:keeps_a_thread", shares_cores=shares_cores)
+    spec = WorkerSpec(address=HERE, factory="process_engines:keeps_a_thread", bounds=BOUNDS, shares_cores=shares_cores)
     loads_with = max(own, LOADING_NICE) if behind and shares_cores and may_raise_to(own) else own
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from omni_actors.protocol.messages import Address, Connect, ControlMessage, WorkerSpec
+from omni_actors.protocol.messages import Address, Bounds, Connect, ControlMessage, WorkerSpec
 from omni_actors.supervisor.devices import same_memory
 from omni_actors.supervisor.edges import Edges, EdgeSpec
 from omni_actors.supervisor.process import LocalSpawner
@@ -17,6 +17,7 @@ def worker(stage: str, kind: str, *devices: str, device: str = "cpu", replica: i
     return WorkerSpec(
         address=Address(stage, replica),
         factory="",
+        bounds=Bounds(0, 0),
         device="cuda:0" if devices else device,
         devices=devices,
         device_handles=kind,

@@ -64,13 +64,14 @@ def test_a_greedy_answer_goes_on_after_each_of_two_deaths(shared_system: SharedS
         with trio.fail_after(WATCHDOG_S):
             expected = [output async for output in omni.generate(PROMPT, **GREEDY)]
         assert any(len(output.data["token_ids"]) > 1 for output in expected), "a draft was accepted"
-        is_replayed = False
-        while not is_replayed:  # the answer may be complete before a death, if this process stands still
+        for _ in range(3):  # the answer may be complete before a death, if this process stands still
             with trio.fail_after(WATCHDOG_S):
                 outputs = await read_and_kill_twice(omni)
             assert tokens(outputs) == tokens(expected)
             assert outputs[-1].data == {**expected[-1].data, "token_ids": outputs[-1].data["token_ids"]}
             assert replays(outputs) <= 2
-            is_replayed = replays(outputs) > 0
+            if replays(outputs) > 0:
+                return
+        pytest.fail("each answer was complete before a death")
 
     shared_system.run(work)

@@ -29,6 +29,7 @@ def opened(
         yield killed, shared_system
 
 
+TRIES = 3
 CASES = [
     pytest.param((name, configuration), stage, id=f"{name}-{configuration}-{stage}")
     for name, stages in ON_VLLM.items()
@@ -52,10 +53,11 @@ def test_thinker_and_talker_killed_in_the_middle_of_an_answer(opened: tuple[Kill
     async def work(omni: OmniSystem) -> None:
         # Early, so that neither is done: a stage that has finished the request has nothing to resume. One may have
         # finished nevertheless, if this process stands still.
-        is_resumed = False
-        while not is_resumed:
+        for _ in range(TRIES):
             counts = await killed.kill(omni, [(10, "thinker"), (5, "talker")], killed.greedy)
             assert counts["kills"] == 2
-            is_resumed = counts["resumed"] == 2
+            if counts["resumed"] == 2:
+                return
+        pytest.fail(f"a death did not end in a resume: {counts}")
 
     shared_system.run(work)

@@ -27,6 +27,7 @@ LONG = STORY * 12
 """A prompt of several prefill chunks."""
 STEP_S = 6.0
 WATCHDOG_S = 100.0
+TRIES = 3
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +75,15 @@ def kill(omni: OmniSystem) -> None:
 async def test_each_stage_begins_before_its_upstream_stage_has_ended(omni: OmniSystem) -> None:
     """A worker that stands still may be late. Then another request shows it."""
     with trio.fail_after(WATCHDOG_S):
-        is_early = False
-        while not is_early:
+        for _ in range(TRIES):
             outputs = await read(omni.generate(STORY, **ASKED))
             assert len(sound_of(outputs)) == 60 * 1920 - 555
             metrics = outputs[-1].metrics
             assert metrics is not None
             is_early = metrics.stages["talker"].first_output_s < metrics.stages["thinker"].finished_s
+            if is_early:
+                break
+    assert is_early
     assert metrics.stages["thinker"].sent_bytes["talker.0"] > 4 * 64 * (60 - 1 + 10), "one row per token"
 
 

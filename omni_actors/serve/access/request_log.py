@@ -6,7 +6,8 @@ Rules
    connection itself, for example of what is not valid HTTP (``http.connection``). These have no log line either.
 2. Log records and traces that a request causes have its identifier (``log_events.REQUEST_ID``).
 3. The log line is written when the response has ended. It has the path as the client sent it, percent-encoded and
-   without its query, which may have secrets. A quote is percent-encoded too: it would end the quoted part of the line.
+   without its query, which may have secrets. The id of a stored response is cut, because it may protect the response
+   (``routes.common.request_name``). A quote is percent-encoded too: it would end the quoted part of the line.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors.log_events import REQUEST_ID, RequestServed, record
+from omni_actors.serve.routes.common import request_name
 
 HEADER = b"x-request-id"
 MAX_PATH, MAX_METHOD = 200, 20
@@ -60,7 +62,8 @@ class RequestLog:
             if self._writes_lines:
                 client, port = scope["client"]
                 seconds = round(time.monotonic() - began, 6)
-                path = scope["raw_path"].decode("ascii").replace('"', "%22")[:MAX_PATH]
+                path = scope["raw_path"].decode("ascii").replace('"', "%22")
+                path = "/".join(map(request_name, path.split("/")))[:MAX_PATH]
                 record(
                     RequestServed(
                         client=f"[{client}]:{port}" if ":" in client else f"{client}:{port}",

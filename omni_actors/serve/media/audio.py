@@ -102,13 +102,13 @@ def _decode(data: bytes, param: str, max_s: float, max_samples: int) -> AudioChu
     if _begins_with_frames(data):
         return "it is not valid MP3 or AAC"
     if not _is_for_libsndfile(data):
-        return "the server does not read its format"
+        return "FFmpeg cannot read it"
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             if file.subtype.startswith("MPEG"):
                 return "it is not valid MP3"
             if not file.seekable():  # codings (GSM, G.721, …) of which libsndfile does not tell the length
-                return f"the server does not read its coding, {file.subtype}"
+                return f"FFmpeg cannot read its coding, {file.subtype}"
             samples, total = np.empty(0, np.float32), 0
             limit = min(max_samples, int(max_s * file.samplerate))
             # The first read costs one block, however many channels the file claims to have.

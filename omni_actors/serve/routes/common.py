@@ -204,7 +204,7 @@ async def begin_choices(
 def request_name(id: str) -> str:
     """Return the name of the request behind a response: in the live state, in logs, in traces, and for an abort.
 
-    It is the response's id. But who knows the id of a response that the server stores can read it, continue it and
+    It is the response's id. But with the id of a response that the server stores, a client can read, continue and
     delete it, so there the name has the first characters only; 74 random bits of the id stay unknown.
     """
     return id[: len(STORED_PREFIX) + _NAMED_CHARACTERS] if id.startswith(STORED_PREFIX) else id

@@ -4,7 +4,7 @@ Rules
 1. A request is a chat request in other words: ``response_input`` translates it, and ``chat.begin`` begins it.
 2. The server keeps a response and its conversation, files included, unless ``store`` is false (``response_store``). The
    object of a response for which there is no room has ``store: false``. A stored conversation and the request that
-   continues it have the bounds of one body together.
+   continues it have the bounds of one body together, in bytes and values.
 3. Every key may read every response: a server has one key. Without a key, the id alone protects a response, so nothing
    else shows it: its request has another name (``common.request_name``).
 """
