@@ -2,7 +2,7 @@
 # make demo-image    see it: sets everything up, draws PROMPT, writes the picture to picture.png
 # make test    set up and run the tests
 # make test-perf   the tests that measure time, one after the other, and the expensive ones
-# make test-kills   SIGKILL at every tenth output, and every denoising step, of every stage; takes an hour
+# make test-exhaustive   what is too expensive for CI, such as SIGKILL at every tenth output of every stage; takes more than an hour
 # make test-cluster   the tests on a cluster that they start on this machine, and those of replays and engines on Ray
 # make test-nixl   the tests of NIXL as a transport between nodes, which this installs first
 # make test-portable   the numeric tests, with rounding noise as other machines have it
@@ -22,7 +22,7 @@
 # make bench-realtime   and of realtime sessions: while stages are killed, barge-ins, ends of turns; takes half an hour
 # make setup-vllm   vLLM's CPU build, in an environment of its own (.venv-vllm), for the vllm engines
 # make test-vllm    set that up and run their tests
-# make test-vllm-kills   SIGKILL at every tenth output of the stages on vLLM; takes most of an hour
+# make test-vllm-exhaustive   the same of the stages on vLLM; takes most of an hour
 # make clean   remove all that these made here (converted models stay in the user's cache)
 #
 # Only Python 3.11+ (PYTHON=…), make and a package registry are needed; everything goes into .venv.
@@ -42,7 +42,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo demo-image serve test test-perf test-kills test-cluster test-cluster-nodes test-cluster-replays test-nixl test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-nixl bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-kills clean
+.PHONY: help setup demo demo-image serve test test-perf test-exhaustive test-cluster test-cluster-nodes test-cluster-replays test-nixl test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-nixl bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-exhaustive clean
 .DELETE_ON_ERROR:
 
 help:
@@ -73,23 +73,23 @@ serve: setup
 	$(BIN)/omni-actors serve voice --port $(PORT)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 -m "not perf and not slow and not kills and not cluster" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not perf and not slow and not exhaustive and not cluster" $(PYTEST_ARGS)
 
 # EXCEPT: files and folders whose expensive tests are left out.
 test-perf: setup
 	$(BIN)/python -m pytest -m "perf" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n 2 --timeout 300 -m "slow and not perf and not kills and not cluster" $(addprefix --ignore=,$(EXCEPT)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --timeout 300 -m "slow and not perf and not exhaustive and not cluster" $(addprefix --ignore=,$(EXCEPT)) $(PYTEST_ARGS)
 
-test-kills: setup
-	$(BIN)/python -m pytest -m "kills" $(PYTEST_ARGS)
+test-exhaustive: setup
+	$(BIN)/python -m pytest -m "exhaustive" $(PYTEST_ARGS)
 
 test-cluster: test-cluster-nodes test-cluster-replays
 
 test-cluster-nodes: setup
-	$(BIN)/python -m pytest -m "cluster and not kills" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "cluster and not exhaustive" $(PYTEST_ARGS)
 
 test-cluster-replays: setup
-	$(BIN)/python -m pytest -n 2 --timeout 300 --world ray -m "not kills" tests/replay tests/stages/test_in_workers.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --timeout 300 --world ray -m "not exhaustive" tests/replay tests/stages/test_in_workers.py $(PYTEST_ARGS)
 
 test-nixl: setup .venv/nixl
 	$(BIN)/python -m pytest tests/cluster/test_nixl.py tests/cluster/test_nixl_faults.py tests/cluster/test_nixl_nodes.py tests/cluster/test_nixl_setting.py $(PYTEST_ARGS)
@@ -110,7 +110,7 @@ test-portable: setup
 		echo "==> Rounding noise, seed $${run%,*}, engines on $${run#*,} threads"; \
 		PYTHONPATH="$(CURDIR)/tests/support/process_hooks:$$PYTHONPATH" OMNI_ACTORS_TEST_NOISE=$${run%,*} \
 			OMNI_ACTORS_TEST_THREADS=$${run#*,} $(BIN)/python -m pytest -n 2 \
-			-m "not perf and not kills$$([ $$run = $(firstword $(PORTABLE_RUNS)) ] || echo ' and not slow')" $(NUMERIC_TESTS) \
+			-m "not perf and not exhaustive$$([ $$run = $(firstword $(PORTABLE_RUNS)) ] || echo ' and not slow')" $(NUMERIC_TESTS) \
 			$(PYTEST_ARGS) || exit 1; \
 	done
 
@@ -177,10 +177,10 @@ $(VLLM)/installed: pyproject.toml requirements/vllm.txt requirements/models.txt 
 	@touch $@
 
 test-vllm: setup-vllm
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadfile tests/vllm -m "not kills" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadfile tests/vllm -m "not exhaustive" $(PYTEST_ARGS)
 
-test-vllm-kills: setup-vllm
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm -m kills $(PYTEST_ARGS)
+test-vllm-exhaustive: setup-vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm -m exhaustive $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist answer.wav picture.png

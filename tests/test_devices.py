@@ -233,7 +233,7 @@ ROUNDS = """
     "rounds",
     [
         pytest.param(4, marks=pytest.mark.slow),
-        pytest.param(200, marks=[pytest.mark.kills, pytest.mark.timeout(3000)]),
+        pytest.param(200, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3000)]),
     ],
 )
 def test_two_systems_that_want_the_same_devices_are_killed_at_random(

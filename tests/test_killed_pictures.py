@@ -32,7 +32,7 @@ def test_one_picture_outlives_the_deaths_of_three_stages(tmp_path: Path) -> None
     trio.run(main)
 
 
-@pytest.mark.kills
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_stage_killed_at_every_step(

@@ -49,13 +49,13 @@ def opened(
         yield killed, shared_system
 
 
-IN_CI = {("qwen2_5", "noisy", IN_TURN), ("qwen3_split", "noisy", IN_TURN), ("voice", "noisy", IN_TURN)}
+IN_CI = {("qwen2_5", "noisy", IN_TURN), ("voice", "noisy", IN_TURN)}
 CASES = [
     pytest.param(
         (name, configuration),
         stage,
         id=f"{name}-{configuration}-{stage}",
-        marks=pytest.mark.slow if (name, configuration, stage) in IN_CI else pytest.mark.kills,
+        marks=pytest.mark.slow if (name, configuration, stage) in IN_CI else pytest.mark.exhaustive,
     )
     for name, stages in STAGES.items()
     for configuration in DTYPES
@@ -84,7 +84,7 @@ def test_all_stages_killed_at_once(opened: tuple[Killed, SharedSystem]) -> None:
     shared_system.run(work)
 
 
-@pytest.mark.kills
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", REFERENCES)
 def test_the_margins_of_bfloat16_have_room_for_rounding(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]

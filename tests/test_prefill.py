@@ -96,7 +96,7 @@ TRANSFERS: dict[str, dict[str, Any]] = {
     "on a GPU, layer by layer": {"layers": 1, "device": "cuda:0", "handles": "cuda"},
 }
 """With "evicted", no worker retains more than the first blocks of the prompt."""
-MARKS = {"by handle": pytest.mark.slow, "retained": pytest.mark.kills, "layer by layer": pytest.mark.kills}
+MARKS = {"by handle": pytest.mark.slow, "evicted": pytest.mark.exhaustive, "layer by layer": pytest.mark.exhaustive}
 """A worker dies 9 times in each of these."""
 
 

@@ -18,10 +18,10 @@ from tests.support.shared_system import SharedSystem, open_shared_system
         "echo",
         pytest.param("voice", marks=[pytest.mark.voice, pytest.mark.slow]),
         pytest.param("qwen3", marks=pytest.mark.slow),
-        pytest.param("qwen2_5", marks=pytest.mark.slow),
-        pytest.param("qwen_image", marks=[pytest.mark.voice, pytest.mark.slow]),
+        pytest.param("qwen2_5", marks=pytest.mark.exhaustive),
+        pytest.param("qwen_image", marks=[pytest.mark.voice, pytest.mark.exhaustive]),
         pytest.param("diffusers", marks=[pytest.mark.voice, pytest.mark.slow]),
-        pytest.param("bagel", marks=[pytest.mark.voice, pytest.mark.slow]),
+        pytest.param("bagel", marks=[pytest.mark.voice, pytest.mark.exhaustive]),
         pytest.param("bagel_in_one_stage", marks=[pytest.mark.voice, pytest.mark.slow]),
     ],
 )

@@ -17,7 +17,7 @@ from bench.gpu.__main__ import main
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_the_same_code_runs_on_the_cpu_with_tiny_models(tmp_path: Path) -> None:
     files = {"--json": tmp_path / "figures.json", "--markdown": tmp_path / "tables.md"}

@@ -38,7 +38,7 @@ QUICK = (
 
 
 @pytest.mark.voice
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)  # two servers load in it
 def test_a_quick_run_loses_no_session_and_has_every_figure(tmp_path: Path) -> None:
     """It may find that a bound is not met on a busy machine: that a question has no answer within 90 s is one."""

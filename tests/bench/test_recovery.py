@@ -32,7 +32,7 @@ def test_a_quick_run_measures_a_death_with_each_takeover(tmp_path: Path) -> None
 
 
 @pytest.mark.voice
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_resuming_and_repeating_are_timed_until_the_next_token(tmp_path: Path) -> None:
     rows = figures(tmp_path / "figures.json", "--only", "tokens", "--rounds", "1", "--tokens", "2,4")["tokens"]
     assert [(row["tokens"], row["mode"]) for row in rows] == [

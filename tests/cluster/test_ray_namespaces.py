@@ -233,7 +233,10 @@ HEADS: dict[str, Callable[[RayNodes], None]] = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kill",
-    [pytest.param(HEADS[what], id=what, marks=pytest.mark.kills if what == "its raylet" else ()) for what in HEADS],
+    [
+        pytest.param(HEADS[what], id=what, marks=pytest.mark.exhaustive if what == "its raylet" else ())
+        for what in HEADS
+    ],
 )
 async def test_a_system_goes_on_with_a_new_head(ray: RayNodes, writers: Path, kill: Callable[[RayNodes], None]) -> None:
     """Without their head, Ray's nodes end, and all workers with them. A request waits until Ray is back.
@@ -262,7 +265,7 @@ async def test_a_system_goes_on_with_a_new_head(ray: RayNodes, writers: Path, ki
         assert_one_writer_at_a_time(writers)
 
 
-@pytest.mark.kills
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("lost", PARTITIONS.values(), ids=PARTITIONS)
 async def test_a_partition_of_five_minutes(ray: RayNodes, writers: Path, lost: Mapping[str, Sequence[str]]) -> None:

@@ -113,7 +113,9 @@ def test_an_answer_keeps_its_structure_after_a_kill(shared_system: tuple[SharedS
 
 
 @pytest.mark.parametrize(
-    "params", [{}, pytest.param({"temperature": 1.0, "seed": 3}, marks=pytest.mark.kills)], ids=["greedy", "sampled"]
+    "params",
+    [{}, pytest.param({"temperature": 1.0, "seed": 3}, marks=pytest.mark.exhaustive)],
+    ids=["greedy", "sampled"],
 )
 def test_a_guided_answer_goes_on_after_a_kill_at_every_tenth_output(
     shared_system: tuple[SharedSystem, Path], params: dict[str, Any]

@@ -332,6 +332,6 @@ def test_no_name_survives_a_death_at_some_steps() -> None:
     assert all(count > 2 for count in killed(19).values())
 
 
-@pytest.mark.kills
+@pytest.mark.exhaustive
 def test_no_name_survives_a_death_at_any_step() -> None:
     assert all(count > 50 for count in killed(1).values())

@@ -20,6 +20,7 @@ def losses(into: list[float]):
     return lambda step, loss: into.append(loss)
 
 
+@pytest.mark.exhaustive
 def test_the_loss_of_the_autoencoder_falls() -> None:
     masks = bank(2, seed=0).reshape(-1, SIDE, SIDE)
     seen: list[float] = []

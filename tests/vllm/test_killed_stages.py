@@ -38,7 +38,7 @@ CASES = [
 ]
 
 
-@pytest.mark.kills
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("opened", "stage"), CASES, indirect=["opened"])
 def test_a_stage_killed_at_every_tenth_output(
     opened: tuple[Killed, SharedSystem], stage: str, record_property: Callable[[str, object], None]

@@ -69,7 +69,7 @@ async def answer(omni: OmniSystem) -> tuple[str, int]:
 @pytest.mark.parametrize(
     "deaths",
     [
-        pytest.param(deaths, id=name, marks=() if name.endswith("in mid-transfer") else pytest.mark.kills)
+        pytest.param(deaths, id=name, marks=() if name.endswith("in mid-transfer") else pytest.mark.exhaustive)
         for name, deaths in DEATHS.items()
     ],
 )

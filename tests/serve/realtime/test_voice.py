@@ -177,7 +177,9 @@ SOUND = "response.output_audio.delta"
 
 
 @pytest.mark.timeout(400)  # the pipeline and the stage load in it
-@pytest.mark.parametrize("stage", ["llm", "acoustic", "vocoder"])
+@pytest.mark.parametrize(
+    "stage", ["llm", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("acoustic", "vocoder"))]
+)
 def test_a_stage_that_is_killed_while_it_speaks_does_not_end_the_answer(start: Start, stage: str) -> None:
     text = "Tell me a short story about the sea."
     with start("-s", "stages.llm.threads=1", config="voice") as server, session(server) as talk:
