@@ -233,8 +233,9 @@ class InputMover:
 
     def _note_sent(self, request: Request) -> None:
         if request.on_failure == "fail" or request.input.evicting:
-            placed = request.replay_state.placement.keys() & request.route.entries.keys()
-            request.input.drop_sent(placed, self._retained)
+            entries = {stage: request.replay_state.stages[stage] for stage in request.route.entries}
+            if not any(state.starts_again for state in entries.values()):
+                request.input.drop_sent([name for name, state in entries.items() if state.held], self._retained)
         request.input.recheck()
 
     @trio.lowlevel.enable_ki_protection

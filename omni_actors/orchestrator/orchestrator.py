@@ -252,9 +252,13 @@ class Orchestrator:
         return self._dispatcher.dispatch_paused
 
     @trio.lowlevel.enable_ki_protection
-    def set_dispatch_paused(self, *, paused: bool) -> None:
-        """Let requests that were not dispatched yet wait, or dispatch them."""
+    def set_dispatch_paused(self, *, paused: bool, frozen: bool = False) -> None:
+        """Let requests that were not dispatched yet wait, or dispatch them.
+
+        frozen: whether workers make no steps, from now until dispatch is not paused any more.
+        """
         self._dispatcher.dispatch_paused = paused
+        self._suspects.set_frozen(frozen=paused and (frozen or self._suspects.frozen))
         if not paused:
             self._suspects.advance()
             self._dispatcher.dispatch_waiting()

@@ -101,6 +101,11 @@ class StageState:
         return self.address is not None
 
     @property
+    def starts_again(self) -> bool:
+        """Whether it is to start again, and has not: it lacks all of its input."""
+        return self.phase in (Phase.WAITING, Phase.RESTARTING)
+
+    @property
     def output_open(self) -> bool:
         """Whether the client still waits for output of this stage."""
         return self.output in _OPEN

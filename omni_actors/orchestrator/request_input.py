@@ -8,7 +8,8 @@ Rules
 3. A segment is read when every stage that the input enters was sent all that has arrived. So a full ring, a stage that
    starts again, and a request that waits for a replica hold the iterator back.
 4. Live input is retained for a replay, up to ``limits.retain_bytes`` for one request and
-   ``limits.worker_retain_bytes`` for all. Beyond that, what every stage was sent is evicted, for good.
+   ``limits.worker_retain_bytes`` for all. Beyond that, what every stage was sent is evicted, for good; but nothing
+   while a stage starts again, which lacks all of it.
 5. No I/O here, and no clock.
 """
 

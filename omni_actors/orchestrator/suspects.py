@@ -39,6 +39,8 @@ class Suspects:
         self._limits, self._dispatcher, self._end = limits, dispatcher, end
         self._placement, self._trials = dispatcher.placement, dispatcher.trials
         self._quarantine = Quarantine(limits.quarantine_s)
+        self.frozen = False
+        """Whether workers make no steps. A probation that passes meanwhile proves nothing."""
         self._changed = trio.lowlevel.ParkingLot()
         self._have_left = False
         """Whether suspects were cleared or have ended since the waiting requests were last looked at."""
@@ -98,6 +100,8 @@ class Suspects:
     def request_ended(self, request: Request, *, done: bool) -> None:
         """Handle the end of a request. done: whether it ended with all of its output."""
         if (group := self._trials.group_of.get(request)) is None:
+            if self._trials:
+                self._note_last_use(request)
             return
         if done:
             self._trials.clear(request)
@@ -107,6 +111,22 @@ class Suspects:
                 self._remember(request, Culprit(group.stage, request.deaths.suspected))
         self._have_left = True
         self._changed.unpark_all()
+
+    def _note_last_use(self, request: Request) -> None:
+        """Handle that a request which is no suspect uses its stages no more. A suspect may wait for that."""
+        if request.number is not None:
+            for stage in request.route.stages:
+                if stage not in request.stats:
+                    self._trials.note_use(stage, request, trio.current_time())
+            self._changed.unpark_all()
+
+    def set_frozen(self, *, frozen: bool) -> None:
+        """Handle that workers make no steps, or make them again: then each probation begins again."""
+        if self.frozen and not frozen:
+            for address, group in self._trials.running.items():
+                if group.on_trial:
+                    self._trials.begin(group, address, trio.current_time(), alone=group.is_alone)
+        self.frozen = frozen
 
     def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
         """Find the suspects of a death. Return whether the death counts against the restart intensity."""
@@ -185,7 +205,7 @@ class Suspects:
         """End the trials that are over and begin those that can begin."""
         if not self._trials:
             return
-        if self._trials.clear_expired(self._last_pong_at):
+        if not self.frozen and self._trials.clear_expired(self._last_pong_at):
             self._dispatcher.dispatch_waiting()
         self._continue_trials()
         for stage in {group.stage for group in self._trials.groups}:

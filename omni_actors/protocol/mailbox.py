@@ -135,7 +135,7 @@ class Mailbox:
                 for packet, fds in sent:
                     await self._write_packet(packet, fds)
             if self._wakes:
-                self._wakes = False
+                self._wakes = bool(self._posted)  # the writer waited for room meanwhile: one of these may be to wake it
                 self._ring()
 
     def _taken(self) -> Iterator[Encoded]:

@@ -137,7 +137,7 @@ class Control(EngineCalls):
     async def _pause(self, mode: PauseMode) -> Replies:
         """As ``pause_generation``. No request is dispatched from the first moment on."""
         self._pauses += 1
-        self._orchestrator.set_dispatch_paused(paused=True)
+        self._orchestrator.set_dispatch_paused(paused=True, frozen=mode == "keep")
         if mode == "abort":
             self._orchestrator.abort_all("generation was paused")
         elif mode == "wait":

@@ -195,6 +195,7 @@ class EngineLoop:
                     measured = engine.gauges() if isinstance(engine, base.Measured) else {}
                     self._control.add(messages.Pong(number, {name: float(value) for name, value in measured.items()}))
                 case messages.Call() as call:
+                    self._control.send()  # a Pong whose ping came before the call does not wait for it
                     self._control.add(self.calls.answer(engine, call))
                 case messages.Stop():
                     self.stopping = True

@@ -11,7 +11,7 @@ import trio.testing
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
-from omni_actors.orchestrator.trials import CULPRIT_WAIT_S, REPLICA_DRAIN_S
+from omni_actors.orchestrator.trials import CULPRIT_WAIT_S, LONGEST_PROBATION_S, REPLICA_DRAIN_S, STAGE_QUIET_S
 from omni_actors.protocol.messages import Address
 from omni_actors.stages.base import Chunk, StageCheckpoint, StageFailure, StageOutput
 from omni_actors.stages.echo.engine import EchoEngine
@@ -109,4 +109,44 @@ async def test_a_replica_is_drained_no_longer_than_it_may_although_another_stage
             await read(omni.submit({"script": [Input({"text": str(began)})]}, ["text"]))
             delays.append(trio.current_time() - began)
         assert REPLICA_DRAIN_S - 1.0 < max(delays) < REPLICA_DRAIN_S + 1.0
+        poison.abort()
+
+
+class CrashesOnceAndHolds(CrashesOnce, Holds):
+    """Both."""
+
+
+async def test_a_suspect_is_tried_when_the_last_other_request_is_aborted(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(1.0, 0.1), lambda note: None)
+    Crashes.crash = lambda: spawner.living[FIRST].die(signal="SIGSEGV")
+    CrashesOnce.has_crashed = False
+    async with OmniSystem.open(two_stages(f"{__name__}:CrashesOnceAndHolds", "echo"), spawner=spawner) as omni:
+        poison = omni.submit({"script": [Input({"poison": "yes"})]}, ["text"])
+        await until(lambda: omni.health().stages["first"][0].restarts == 1)
+        hold = omni.submit({"script": [Input({"hold": "yes"})]}, ["text"])
+        await until(lambda: hold.stream.request.number is not None)
+        await trio.sleep(2 * STAGE_QUIET_S)
+        hold.abort()
+        with trio.fail_after(CULPRIT_WAIT_S / 2):
+            await read(poison)
+
+
+async def test_a_probation_that_passes_while_generation_is_paused_clears_nothing(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(1.0, 0.1), lambda note: None)
+    Crashes.crash = lambda: spawner.living[FIRST].die(signal="SIGSEGV")
+    async with OmniSystem.open(two_stages(f"{__name__}:Crashes", "echo"), spawner=spawner) as omni:
+        poison = omni.submit({"script": [Input({"poison": "yes"})]}, ["text"])
+        await until(lambda: omni.health().stages["first"][0].restarts == 1)
+        trials = omni._orchestrator._dispatcher.trials
+        await omni.pause_generation("keep")
+        await until(lambda: bool(trials.running))
+        await trio.sleep(2 * LONGEST_PROBATION_S)
+        assert poison.stream.request in trials.group_of
+        await omni.resume_generation()
+        [group] = trials.groups
+        assert group.ends_at > trio.current_time()
         poison.abort()

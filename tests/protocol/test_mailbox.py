@@ -23,11 +23,12 @@ from omni_actors.protocol.messages import (
     Connect,
     ControlMessage,
     Loading,
+    Ping,
     Pong,
     Ready,
     Stop,
 )
-from omni_actors.protocol.packets import MAX_FDS, PACKED, PACKED_BYTES, close_all, send_all
+from omni_actors.protocol.packets import MAX_FDS, PACKED, PACKED_BYTES, close_all, receive, send_all
 from ringbuf import create_memory
 from tests.support.open_descriptors import open_descriptors
 
@@ -282,6 +283,34 @@ async def test_messages_that_wake_nothing_ring_the_bell_when_the_socket_is_full(
             while len(received) < posted:
                 received += (await read(theirs))[0]
             assert received == [Abort(number) for number in range(posted)]
+    os.close(bell)
+
+
+async def test_a_message_that_wakes_rings_the_bell_although_the_writer_waits_with_earlier_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer reads nothing during a long step. From then on it reads when its bell rings."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)  # the kernel's least, a few packets
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    received: list[ControlMessage] = []
+
+    def read_all() -> None:
+        while (packet := receive(theirs)) is not None:
+            received.extend(packet[0])
+
+    with theirs:
+        async with open_mailbox(ours, 10_000, bell) as mailbox:
+            while not mailbox.waiting:  # one message in each packet, until one waits for room and another behind it
+                mailbox.post(Abort(1), wakes=False)
+                await trio.testing.wait_all_tasks_blocked()
+            mailbox.post(Ping(1))
+            monkeypatch.setattr(mailbox, "_ring", read_all)
+            read_all()
+            await trio.testing.wait_all_tasks_blocked()
+            assert received[-1] == Ping(1)
     os.close(bell)
 
 

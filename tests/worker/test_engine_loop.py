@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import selectors
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,6 +18,8 @@ from omni_actors.protocol.messages import (
     CLIENT_ADDRESS,
     Abort,
     Address,
+    Call,
+    CallAnswer,
     Finished,
     Pause,
     Ping,
@@ -104,6 +108,24 @@ def test_a_pong_of_an_engine_without_measurements_carries_its_number_only(harnes
     harness.run(echo())
     harness.post(Ping(1))
     assert harness.next_message() == Pong(1)
+
+
+def test_a_pong_does_not_wait_for_a_call_that_came_behind_its_ping(harness: LoopHarness) -> None:
+    """A call may take longer than a ping may remain without an answer."""
+    answered = threading.Event()
+
+    class SlowCalls(EchoEngine):
+        def capabilities(self) -> dict[str, str | None]:
+            return {"slow": None}
+
+        def call(self, capability: str, arguments: Mapping[str, Any]) -> bool:
+            return answered.wait(WATCHDOG_S)
+
+    harness.run(SlowCalls(stage_context()))
+    harness.post(Ping(1), Call(1, "slow"))
+    assert harness.next_message() == Pong(1)
+    answered.set()
+    assert harness.next_message() == CallAnswer(1, msgspec.Raw(msgspec.msgpack.encode(True)))
 
 
 def test_a_chunk_before_its_start_waits_and_delays_the_chunks_after_it(harness: LoopHarness) -> None:
