@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -25,7 +26,7 @@ import yaml
 
 from omni_actors import config
 from omni_actors.serve.command import serve_command
-from omni_actors.serve.settings import DEFAULTS
+from omni_actors.serve.settings import DEFAULTS, ServerSettings
 from tests.support.http_server import NO_TLS
 from tests.support.readme import ROOT
 
@@ -100,12 +101,8 @@ def test_every_name_that_is_referred_to_is_there() -> None:
     ports = {port["name"]: port["containerPort"] for port in container(HEAD)["ports"]}
     [service] = document("Service")["spec"]["ports"]
     assert ports[service["targetPort"]] == service["port"] == 8091
-    probes = [probe["httpGet"] for name, probe in container(HEAD).items() if name.endswith("Probe")]
-    assert [(probe["port"], probe["path"]) for probe in probes] == [
-        ("http", "/ping"),
-        ("http", "/ping"),
-        ("http", "/page/icon.svg"),
-    ]
+    for name in ("startupProbe", "readinessProbe"):
+        assert container(HEAD)[name]["httpGet"] == {"path": "/ping", "port": "http"}
     variables = {variable["name"] for variable in container(HEAD)["env"]}
     of_ray = {"RAY_worker_niceness", "RAY_memory_monitor_refresh_ms"}
     assert variables == {"NODES", "OMNI_ACTORS_PIPELINE", "OMNI_ACTORS_API_KEY", *of_ray}
@@ -114,6 +111,57 @@ def test_every_name_that_is_referred_to_is_there() -> None:
     assert {each["name"]: each["value"] for each in container(GROUP)["env"]} == dict.fromkeys(of_ray, "0"), (
         "the key is the server's alone"
     )
+
+
+def probed(name: str, port: int, *, timeout_s: float | None = None) -> bool:
+    """Return what a kubelet finds with a probe of the head's container. timeout_s: for the answer; None: the file's."""
+    probe = container(HEAD)[name]
+    if "httpGet" in probe:
+        with suppress(httpx.TransportError):
+            url = f"http://127.0.0.1:{port}{probe['httpGet']['path']}"
+            return 200 <= httpx.get(url, timeout=5.0, verify=NO_TLS).status_code < 400
+        return False
+    *shell, script = probe["exec"]["command"]
+    script = script.replace("8091", str(port))
+    if timeout_s is not None:
+        script = script.replace("read -rt 5", f"read -rt {timeout_s}")
+    return subprocess.run([*shell, script], stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_the_probes_accept_a_healthy_server_with_a_key_and_without_the_page(tmp_path: Path) -> None:
+    """The server listens where the container's does: beyond loopback, it has no page by default."""
+    port, log = free_port(), tmp_path / "log"
+    params = serve_command.make_context("serve", ["echo", *serve_arguments()[1:]]).params
+    assert not ServerSettings(host=params["host"], page=params["page"]).has_page
+    command = [sys.executable, "-m", "omni_actors", "serve", "echo", "--host", params["host"], "--port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMNI_ACTORS_API_KEY": "secret"}
+    with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as server:
+        try:
+            until(lambda: probed("readinessProbe", port), "the server", log)
+            assert probed("startupProbe", port)
+            assert probed("livenessProbe", port)
+        finally:
+            server.terminate()
+
+
+def test_the_liveness_probe_accepts_a_server_that_loads_and_no_server_that_hangs() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert not probed("livenessProbe", port, timeout_s=0.2), "the kernel accepts, and nothing answers"
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(ConnectionResetError):
+                connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+                while connection.recv(4096):  # closing with unread data would be a reset
+                    pass
+
+        listener.accept()[0].close()  # the connection of the probe before
+        thread = Thread(target=refuse, daemon=True)
+        thread.start()
+        assert probed("livenessProbe", port)
+        thread.join()
+    assert not probed("livenessProbe", port), "nothing listens"
 
 
 @contextmanager
@@ -177,7 +225,7 @@ def test_the_commands_of_both_containers_serve_a_pipeline_and_drain(end: str, tm
         "NODES": "2",
     }
     [line] = container(HEAD)["args"]
-    line = line.replace("8091", str(http)).replace("0.0.0.0", "127.0.0.1")
+    line = line.replace("8091", str(http))
     client = httpx.Client(base_url=f"http://127.0.0.1:{http}", timeout=WATCHDOG_S, verify=NO_TLS)
 
     def answers(path: str) -> bool:
@@ -200,7 +248,7 @@ def test_the_commands_of_both_containers_serve_a_pipeline_and_drain(end: str, tm
             ),
         ):
             until(lambda: answers("/ping"), "the server", logs[0])
-            assert answers("/page/icon.svg"), "the probes have no key"
+            assert all(probed(name, http) for name in ("startupProbe", "readinessProbe", "livenessProbe"))
             health = client.get("/health", headers={"authorization": "Bearer secret"}).json()
             assert set(health["nodes"]) == {each[0]["node"] for each in health["stages"].values()}
             in_container = psutil.Process(on_head.pid).children(recursive=True)
