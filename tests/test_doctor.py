@@ -85,6 +85,25 @@ def test_a_pipeline_that_the_user_names_must_work(monkeypatch: pytest.MonkeyPatc
     assert "pip install" in lacking.remedy or "prepare" in lacking.remedy
 
 
+def test_the_remedy_for_a_missing_tokenizer_helps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    file = tmp_path / "mine.yaml"
+
+    def look(tokenizer: str) -> Any:
+        stage = f"{{engine: llm, model: {tmp_path}, tokenizer: {tokenizer}, accepts: [messages], emits: text}}"
+        file.write_text(f"name: mine\nstages: {{llm: {stage}}}\n")
+        return found(models.check([str(file)]))[f"pipeline {file}"]
+
+    assert look("owner/words").remedy == f"omni-actors prepare {file}"
+    prepared: list[str] = []
+    monkeypatch.setattr("omni_actors.stages.assets.prepare", lambda name, _: prepared.append(name))
+    assert CliRunner().invoke(main, ["prepare", str(file)]).exit_code == 0
+    assert prepared == ["owner/words"]
+    lacking = look("/nowhere/words")
+    assert "no such directory" in lacking.found
+    assert "prepare" not in lacking.remedy
+
+
 def test_an_engine_library_that_is_missing_is_a_warning_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     looked = found(libraries.check())

@@ -1,4 +1,4 @@
-"""``omni-actors prepare``: find, download or convert the models of pipelines."""
+"""``omni-actors prepare``: find, download or convert the models and tokenizers of pipelines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omni_actors.system import machine
 @click.command()
 @click.argument("names", metavar="PIPELINE...", nargs=-1, required=True, type=PIPELINE)
 def prepare(names: tuple[str, ...]) -> None:
-    """Prepare the models of each PIPELINE (or the model itself): download them, or convert them once.
+    """Prepare the models and tokenizers of each PIPELINE (or a model itself): download them, or convert them once.
 
     If packages are missing, the command names all of them at once, with the command that installs them.
     """
@@ -27,7 +27,8 @@ def prepare(names: tuple[str, ...]) -> None:
         again = f"omni-actors prepare {' '.join(names)}"
         raise click.ClickException(f"packages are missing. Install them with\n\n  {command}\n\nand repeat: {again}")
     models = [name for name in names if assets.names_a_model(name)]
-    models += [stage.model for pipeline in pipelines for stage in pipeline.stages.values() if stage.model]
+    stages = [stage for pipeline in pipelines for stage in pipeline.stages.values()]
+    models += [name for stage in stages for name in (stage.model, stage.tokenizer) if name]
     try:
         for model in dict.fromkeys(models):
             if not assets.is_ready(model):

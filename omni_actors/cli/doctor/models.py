@@ -18,6 +18,8 @@ from omni_actors.system import machine
 LITTLE_DISK = 2 * 2**30
 """Bytes below which the models of ``voice`` do not fit comfortably."""
 DEFAULT_PIPELINE = "voice"
+CORRECT = "correct the name or the file"
+"""The remedy where no command helps, as for a directory that does not exist."""
 
 
 def check(names: Sequence[str]) -> Iterator[Finding]:
@@ -65,9 +67,11 @@ def _pipeline(name: str, *, is_asked: bool) -> Finding:
     try:
         pipeline = configuration.load(name)
     except ConfigError as failure:
-        return error("models", label, str(failure), "correct the name or the file")
-    problems = [f"{each.path}: {each.accepted.partition('; run:')[0]}" for each in machine.problems(pipeline)]
+        return error("models", label, str(failure), CORRECT)
+    problems = [(each.path, *each.accepted.partition("; run:")) for each in machine.problems(pipeline)]
     if not problems:
         return ok("models", label, "its libraries and its models are here")
-    remedy = machine.remedy(pipeline) or f"omni-actors prepare {name}"
-    return (error if is_asked else warning)("models", label, "; ".join(problems), remedy)
+    is_prepared = any(run for _, _, run, _ in problems)
+    remedy = machine.remedy(pipeline) or (f"omni-actors prepare {name}" if is_prepared else CORRECT)
+    lacks = "; ".join(f"{path}: {accepted}" for path, accepted, _, _ in problems)
+    return (error if is_asked else warning)("models", label, lacks, remedy)
