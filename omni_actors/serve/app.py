@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 
-from omni_actors.errors import RequestError
+from omni_actors.errors import CallError, RequestError
 from omni_actors.serve.access.admission import AdmissionControl, AdmissionTicket
 from omni_actors.serve.access.gate import RequestGate
 from omni_actors.serve.access.origins import OriginCheck
@@ -236,6 +236,7 @@ def _starlette(operations: Mapping[str, admin.Operation], sessions: realtime.Rea
         exception_handlers={
             HTTPError: _refusal,
             RequestError: _refusal,
+            CallError: _refusal,
             HTTPException: _routing_error,
             Exception: lambda *_: internal_error().response(),
         },
@@ -263,7 +264,7 @@ def _refusal(request: Request, error: Exception) -> Response:
     forget_frames(error)
     if isinstance(error, HTTPError):
         return error.response()
-    assert isinstance(error, RequestError)
+    assert isinstance(error, RequestError | CallError)
     return to_http_error(error).response()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,18 @@ def test_generation_is_paused_and_resumed(controlled: Server) -> None:
     assert controlled.http.get("/is_paused").json() == {"result": True}
     assert controlled.http.post("/resume").json() == {"result": None}
     assert controlled.http.get("/is_paused").json() == {"result": False}
+
+
+def test_a_worker_that_does_not_answer_is_an_error_with_its_own_code(controlled: Server) -> None:
+    worker = controlled.pid_of("mind")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        answer = call(controlled, capability="worker_status", stages=["mind"], timeout_s=0.2)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (504, "call_timed_out")
+    assert "took longer than 0.2 s" in error["message"]
 
 
 def test_a_stage_sleeps_and_wakes(start: Start) -> None:
