@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import io
 import json
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,7 +30,7 @@ from omni_actors.errors import (
     TemporarilyRefused,
     WorkerExit,
 )
-from omni_actors.serve.api.errors import renaming, to_http_error
+from omni_actors.serve.api.errors import _STATUSES, renaming, to_http_error
 from omni_actors.serve.http.errors import HTTPError
 from tests.support.http_server import NO_TLS
 
@@ -45,6 +47,41 @@ def with_audio(**audio: Any) -> dict[str, Any]:
 
 def with_media(kind: str = "image", **fields: Any) -> dict[str, Any]:
     return conversation([{"type": f"{kind}_url", f"{kind}_url": {"url": "https://example.org/a.png", **fields}}])
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def codes() -> set[str]:
+    """Return the codes of errors that stand in the source: given as ``code``, or to ``bad_request``."""
+    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "omni_actors").rglob("*.py")]
+    with_codes = [text for text in texts if "code=" in text or "bad_request(" in text]
+    nodes = [node for text in with_codes for node in ast.walk(ast.parse(text))]
+    constants: dict[str, str] = {}
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(name)], value=ast.Constant(str(value))) if name.isupper():
+                constants[name] = value
+    found = {code for _, code in _STATUSES.values()}
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+            given += node.args[2:3] if isinstance(node.func, ast.Name) and node.func.id == "bad_request" else []
+            for value in given:
+                match value:
+                    case ast.Constant(str(code)):
+                        found.add(code)
+                    case ast.Name(name) if name in constants:
+                        found.add(constants[name])
+    return found
+
+
+def test_the_pages_have_every_code() -> None:
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("serving.md", "realtime.md"))
+    only_in_python = {"other_nodes", "too_many_parts"}  # updates of weights by tensors
+    found = codes()
+    assert {"invalid_value", "no_room_for_prompt", "overloaded", "unsupported_parameter"} <= found
+    assert {code for code in found if f"`{code}`" not in pages} == only_in_python
 
 
 BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
