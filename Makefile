@@ -22,7 +22,7 @@
 # make bench-realtime   and of realtime sessions: while stages are killed, barge-ins, ends of turns; takes half an hour
 # make setup-vllm   vLLM's CPU build, in an environment of its own (.venv-vllm), for the vllm engines
 # make test-vllm    set that up and run their tests
-# make test-vllm-exhaustive   the same of the stages on vLLM; takes most of an hour
+# make test-vllm-exhaustive   the same of the stages on vLLM; takes more than half an hour
 # make clean   remove all that these made here (converted models stay in the user's cache)
 #
 # Only Python 3.11+ (PYTHON=…), make and a package registry are needed; everything goes into .venv.

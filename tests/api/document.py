@@ -46,7 +46,7 @@ OURS: Mapping[str, str] = {
     "scale_elastic_ep": "`scale`, which changes the number of a stage's replicas",
     "add_lora (remove_lora, list_loras, pin_lora)": "the same names",
     "reset_prefix_cache, reset_mm_cache, reset_encoder_cache": "the same names",
-    "update_weights, start_weight_update, finish_weight_update": "`update_weights`",
+    "update_weights, start_weight_update, finish_weight_update": "the same names",
     "start_profile, stop_profile": "the same names",
     "collective_rpc": "`collective_rpc`; `call` for the capabilities that engines declare",
     "get_supported_tasks, model_config, get_tokenizer": "the same names",

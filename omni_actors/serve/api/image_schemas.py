@@ -48,7 +48,7 @@ class ImageEditForm(ImageRequest, frozen=True, kw_only=True):
     """The fields of /v1/images/edits except the files. A form's values are strings."""
 
     strength: float | None = None
-    """How much of the picture is replaced, from 0 to 1."""
+    """How much of the picture is replaced: above 0, up to 1, which replaces all of it."""
 
 
 class ImageReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
