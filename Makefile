@@ -42,7 +42,7 @@ export PIP_NO_INPUT := 1
 # $(call phase,what,command): says what goes on and how long it took. Fails as the command does.
 phase = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    done in $$(( $$(date +%s) - begin )) s"
 
-.PHONY: help setup demo demo-image serve test test-perf test-exhaustive test-cluster test-cluster-nodes test-cluster-replays test-nixl test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-nixl bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-exhaustive clean
+.PHONY: help setup demo demo-image serve test test-perf test-timing test-slow test-exhaustive test-cluster test-cluster-nodes test-cluster-replays test-nixl test-portable lint bench bench-omni bench-ring bench-pipeline bench-recovery bench-images bench-cluster bench-nixl bench-gpu bench-calls bench-prefill bench-realtime setup-vllm test-vllm test-vllm-exhaustive clean
 .DELETE_ON_ERROR:
 
 help:
@@ -75,9 +75,13 @@ serve: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 -m "not perf and not slow and not exhaustive and not cluster" $(PYTEST_ARGS)
 
-# EXCEPT: files and folders whose expensive tests are left out.
-test-perf: setup
+test-perf: test-timing test-slow
+
+test-timing: setup
 	$(BIN)/python -m pytest -m "perf" $(PYTEST_ARGS)
+
+# EXCEPT: files and folders whose expensive tests are left out.
+test-slow: setup
 	$(BIN)/python -m pytest -n 2 --timeout 300 -m "slow and not perf and not exhaustive and not cluster" $(addprefix --ignore=,$(EXCEPT)) $(PYTEST_ARGS)
 
 test-exhaustive: setup

@@ -24,7 +24,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("omni"), text_eos=0.0, codec_eos=0.0)
 
 
-@pytest.fixture(params=["omni", pytest.param("voice", marks=pytest.mark.voice)])
+@pytest.fixture(
+    params=[pytest.param("omni", marks=pytest.mark.exhaustive), pytest.param("voice", marks=pytest.mark.voice)]
+)
 def pipeline(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """A pipeline's name, overrides of it, and the arguments of a request."""
     if request.param == "voice":

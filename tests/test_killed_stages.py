@@ -49,7 +49,7 @@ def opened(
         yield killed, shared_system
 
 
-IN_CI = {("qwen2_5", "noisy", IN_TURN), ("voice", "noisy", IN_TURN)}
+IN_CI = {("voice", "noisy", IN_TURN)}
 CASES = [
     pytest.param(
         (name, configuration),

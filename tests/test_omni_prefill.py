@@ -27,7 +27,7 @@ THINKERS = "prefill", "thinker"
 SEEDS = range(4)
 
 
-@pytest.fixture(scope="module", params=REFERENCES)
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen2_5", marks=pytest.mark.exhaustive)])
 def opened(
     request: pytest.FixtureRequest, fixture_processes: set[int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[SplitOmni, SharedSystem]]:

@@ -26,7 +26,7 @@ def test_ratios_are_those_of_windows_that_follow_one_another() -> None:
     assert summary(found[TWO])["prompts"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.voice
 def test_a_quick_run_measures_both(tmp_path: Path) -> None:
     """It may find that the bound is not met on a busy machine."""

@@ -405,7 +405,7 @@ def test_calls_that_are_dear_to_decode_are_refused(writer: Server, arguments: st
         talk.ask("still there")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_many_hostile_sessions_leave_nothing(server: Server) -> None:
     run(server, range(1000, 3000))
