@@ -17,7 +17,7 @@ import trio
 from omni_actors import OmniSystem
 from omni_actors.errors import StageAsleep
 from tests.support.closeness import assert_same_sound
-from tests.support.killed_omni import REFERENCES, TOKENS, SplitOmni, checkpoint
+from tests.support.killed_omni import TOKENS, SplitOmni, checkpoint
 from tests.support.killed_stages import Heard
 from tests.support.shared_system import SharedSystem
 
