@@ -122,7 +122,10 @@ class WorkerEvents:
         self._dispatcher.keep_checkpoint(address, request, memory_fd)
 
     def on_output(self, address: messages.Address, data: memoryview) -> None:
-        """Copy a chunk for the client. Raises ringbuf.RingError if it cannot be decoded or is out of sequence."""
+        """Copy a chunk for the client.
+
+        Raises ringbuf.RingError if it cannot be decoded or is out of sequence, MemoryError.
+        """
         payload, stage = memoryview(bytearray(data)), address.stage
         header, tensors = chunks.decode(payload)
         if header.source != stage:

@@ -14,7 +14,10 @@ from ringbuf import Consumer, RingClosed, RingError
 
 @trio.lowlevel.enable_ki_protection
 async def deliver(replica: Replica, consumer: Consumer, listener: Listener) -> None:
-    """Deliver the outputs of a worker while it lives. A worker that has corrupted the ring is killed."""
+    """Deliver the outputs of a worker while it lives.
+
+    A worker is killed if it has corrupted the ring, or if there is no memory for one of its outputs.
+    """
     try:
         async with aclosing(receive_frames(consumer)) as frames:
             async for frame in frames:
@@ -22,8 +25,8 @@ async def deliver(replica: Replica, consumer: Consumer, listener: Listener) -> N
                     if replica.incarnation.over:
                         return  # all was delivered
                     listener.on_output(replica.address, frame.data)
-    except RingError as error:
-        replica.kill(f"{type(error).__name__}: {error}")
+    except (RingError, MemoryError) as error:
+        replica.kill(_fault(error))
 
 
 def deliver_rest(replica: Replica, consumer: Consumer, listener: Listener) -> None:
@@ -34,5 +37,11 @@ def deliver_rest(replica: Replica, consumer: Consumer, listener: Listener) -> No
                 listener.on_output(replica.address, frame.data)
     except RingClosed:
         pass  # the worker had closed it: nothing is left
-    except RingError as error:
-        replica.kill(f"{type(error).__name__}: {error}")
+    except (RingError, MemoryError) as error:
+        replica.kill(_fault(error))
+
+
+def _fault(error: RingError | MemoryError) -> str:
+    """Return why a worker is killed whose output cannot be delivered."""
+    what = "there is no memory for its output" if isinstance(error, MemoryError) else error
+    return f"{type(error).__name__}: {what}"
