@@ -15,7 +15,8 @@ class WorkerExit:
     Attributes:
         pid: Its process; None if no process was started.
         signal: Name of the signal that ended it, such as "SIGKILL"; None if it exited.
-        exit_code: Its exit code; None if a signal ended it, or no process was started.
+        exit_code: Its exit code; None if a signal ended it, or no process was started. A process has neither if the
+            parent's program has lost its exit status: it ignores SIGCHLD, or reaps all of its children.
         stderr_tail: The last lines that it wrote to stderr.
         reason: Why the supervisor ended it ("no progress for 30 s (step_timeout_s)"), or why no process was started;
             None if it died by itself.
@@ -35,7 +36,10 @@ class WorkerExit:
         return self.reason is not None and self.reason.startswith((NODE_LOST, LINK_LOST))
 
     def __str__(self) -> str:
-        how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
+        if self.signal is None and self.exit_code is None:
+            how = "ended, and its exit status is unknown"
+        else:
+            how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
         where = f" on node {self.node}" if self.node else ""
         what = f"pid {self.pid}{where} {how}" if self.pid is not None else "no process was started"
         return what + (f": {self.reason}" if self.reason else "")

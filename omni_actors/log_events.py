@@ -6,7 +6,8 @@ Rules
 2. A library prints nothing by itself, so that logger has a ``NullHandler``: an event is shown once a program configures
    logging (``serve.logs`` does for the server).
 3. Times are seconds. ``signal`` is a name such as "SIGKILL", and None if the worker exited; ``exit_code`` is None if a
-   signal ended it. All three are None, the pid too, if no process was started.
+   signal ended it. Both are None if the exit status is unknown (``WorkerExit``), and so is the pid if no process was
+   started.
 """
 
 from __future__ import annotations

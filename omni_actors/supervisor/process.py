@@ -36,6 +36,8 @@ from ringbuf import Consumer, EndName, Producer, Ring, RingStatistics
 from ringbuf.syscalls import pidfd_open, pidfd_send_signal
 
 NO_VARIABLES: Mapping[str, str] = {}
+NO_STATUS = 256
+"""The exit code, for multiprocess, of a process whose exit status is lost. No process has this code."""
 
 
 class SpawnFailed(OmniError):
@@ -198,6 +200,16 @@ class _Process(context.SpawnProcess):  # type: ignore[misc]
     def _Popen(process_obj: Any) -> _Popen:
         return _Popen(process_obj)
 
+    def final_code(self) -> int | None:
+        """Return the exit code, or the negative signal number, of a process that ``join`` has waited for.
+
+        None: its exit status is lost, because this program ignores SIGCHLD or has reaped the process elsewhere.
+        """
+        code: int | None = self.exitcode
+        if code is None:
+            self._popen.returncode = NO_STATUS  # or ``close`` would take it for a running process
+        return code
+
 
 @contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
@@ -212,7 +224,9 @@ def _stop_signals_blocked() -> Iterator[None]:
 class LocalWorker(Worker):
     """A worker process on this machine."""
 
-    def __init__(self, process: Any, mailbox: Mailbox, *, pidfd: int, death_mutex: DeathMutex, stderr_fd: int) -> None:
+    def __init__(
+        self, process: _Process, mailbox: Mailbox, *, pidfd: int, death_mutex: DeathMutex, stderr_fd: int
+    ) -> None:
         super().__init__(process.pid, mailbox)
         self._process, self._pidfd, self._death_mutex = process, pidfd, death_mutex
         self._stderr = StderrTail(stderr_fd, f"omni_actors.worker.{process.name.split()[-1]}")
@@ -224,28 +238,41 @@ class LocalWorker(Worker):
 
     @trio.lowlevel.enable_ki_protection
     async def _watch(self) -> None:
-        """Watch the process until nothing of it is left. Shielded: ``spawn`` kills the process before it leaves."""
-        with trio.CancelScope(shield=True):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._stderr.follow)
-                async with trio.open_nursery() as watching:
-                    watching.start_soon(self._wait_death_mutex)
-                    await trio.lowlevel.wait_readable(self._pidfd)
-                    await self._reap()
-                    self._set_exit(self._process.exitcode)
-                    watching.cancel_scope.cancel()
-                self._dead.set()
-                nursery.cancel_scope.cancel()
+        """Watch the process until nothing of it is left. Shielded: ``spawn`` kills the process before it leaves.
 
-    async def _reap(self) -> None:
+        ``spawn`` waits for that as long as it takes, so an exception here ends the process.
+        """
+        code: int | None = None
+        with trio.CancelScope(shield=True):
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._stderr.follow)
+                    async with trio.open_nursery() as watching:
+                        watching.start_soon(self._wait_death_mutex)
+                        await trio.lowlevel.wait_readable(self._pidfd)
+                        code = await self._reap()
+                        watching.cancel_scope.cancel()
+                    nursery.cancel_scope.cancel()
+            except BaseException:
+                self.kill()
+                self._process.join()
+                code = self._process.final_code()
+                raise
+            finally:
+                self._dead.set()
+                self._set_exit(code)
+
+    async def _reap(self) -> int | None:
         """Reap the process, in a thread: the kernel may first have to schedule its last thread, which may take long.
 
-        It took 39 ms at the median with a nice value of 19, beside programs that kept all cores busy.
+        It took 39 ms at the median with a nice value of 19, beside programs that kept all cores busy. Returns what
+        ``_Process.final_code`` returns.
         """
         try:
             await trio.to_thread.run_sync(self._process.join, limiter=trio.CapacityLimiter(1))
         except RuntimeError:  # can't start new thread
             self._process.join()
+        return self._process.final_code()
 
     @trio.lowlevel.enable_ki_protection
     async def _wait_death_mutex(self) -> None:
@@ -254,10 +281,14 @@ class LocalWorker(Worker):
         if (code := exit_of_dying(self.pid)) is not None:
             self._set_exit(code)
 
-    def _set_exit(self, code: int) -> None:
-        if self._exit is None:
+    def _set_exit(self, code: int | None) -> None:
+        """Set how the worker ended, unless that is known. code: as of ``_Process.final_code``."""
+        if self._exit is not None:
+            return
+        try:
             self._stderr.drain()
-            signal_name, exit_code = (_signal_name(-code), None) if code < 0 else (None, code)
+        finally:
+            signal_name, exit_code = (None, code) if code is None or code >= 0 else (_signal_name(-code), None)
             self._exit = WorkerExit(self.pid, signal_name, exit_code, tuple(self._stderr.lines))
             self._ending.set()
 

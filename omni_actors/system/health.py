@@ -17,8 +17,8 @@ class PastExit(msgspec.Struct, frozen=True, kw_only=True):
         generation: Generation number of the worker.
         at: When it ended, in Unix time.
         pid: Its process; None if no process was started.
-        exit_code: Its exit code; None if a signal ended it, or no process was started.
-        signal: Name of the signal that ended it, such as "SIGKILL"; None if it exited.
+        exit_code: Its exit code; None if a signal ended it, no process was started, or its exit status is unknown.
+        signal: Name of the signal that ended it, such as "SIGKILL"; None if it exited, or its exit status is unknown.
         reason: Why the supervisor ended it, or why no process was started; None if it died by itself.
         node: The node on which it ran; None without a cluster.
     """

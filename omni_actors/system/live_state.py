@@ -41,7 +41,8 @@ class LiveDeath(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         at: When it died, in Unix time.
         how: How, in words.
         pid: Its process; None if no process was started.
-        signal, exit_code: The signal that ended it, or its exit code; both None if no process was started.
+        signal, exit_code: The signal that ended it, or its exit code; both None if no process was started, or its exit
+            status is unknown.
         reason: Why the supervisor ended it, or why no process was started; None if it died by itself.
         stderr: The last lines that it wrote to stderr.
         node: The node on which it ran; None without a cluster.

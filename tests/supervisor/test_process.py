@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -267,6 +269,74 @@ async def test_a_worker_is_reaped_without_a_thread(monkeypatch: pytest.MonkeyPat
     exit, _ = await run_until_dead("no_such_module:engine")
     assert exit.exit_code == 1
     assert not psutil.pid_exists(exit.pid)
+
+
+def reap_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = _Process.join
+
+    def joined(self: _Process, timeout: float | None = None) -> None:
+        os.waitpid(self.pid, 0)
+        join(self, timeout)
+
+    monkeypatch.setattr(_Process, "join", joined)
+
+
+@pytest.fixture
+def sigchld_is_ignored() -> Iterator[None]:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+async def stopped_worker_s_exit() -> WorkerExit:
+    """Return how a worker ended that has served and was stopped. All of its descriptors are closed."""
+    before = len(open_descriptors())
+    with trio.fail_after(WATCHDOG_S):
+        async with LocalSpawner().spawn(HERE, 8) as worker:
+            worker.mailbox.post(configure("omni_actors.stages.echo.engine:EchoEngine"))
+            while not isinstance((await worker.mailbox.incoming.receive())[0], Ready):
+                pass
+            worker.mailbox.post(Stop())
+            exit = await worker.wait_dead()
+    assert len(open_descriptors()) == before
+    assert not psutil.pid_exists(worker.pid)
+    return exit
+
+
+async def test_a_worker_whose_exit_status_another_part_of_the_program_takes_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reap_elsewhere(monkeypatch)
+    exit = await stopped_worker_s_exit()
+    assert exit == WorkerExit(exit.pid, None, None, ())
+    assert str(exit) == f"pid {exit.pid} ended, and its exit status is unknown"
+
+
+@pytest.mark.usefixtures("sigchld_is_ignored")
+async def test_a_worker_whose_exit_status_the_kernel_drops_has_ended() -> None:
+    exit = await stopped_worker_s_exit()
+    assert exit == WorkerExit(exit.pid, None, None, ())
+
+
+async def test_an_exception_of_the_task_that_watches_a_worker_ends_the_worker() -> None:
+    """Here of the program's logging, to which the worker's stderr goes."""
+
+    def refuse(record: logging.LogRecord) -> bool:
+        raise ArithmeticError
+
+    before, log = len(open_descriptors()), logging.getLogger(f"omni_actors.worker.{HERE}")
+    log.addFilter(refuse)
+    log.setLevel(logging.INFO)
+    try:
+        with trio.fail_after(WATCHDOG_S), pytest.RaisesGroup(ArithmeticError, flatten_subgroups=True):
+            async with LocalSpawner().spawn(HERE, 8) as worker:
+                worker.mailbox.post(configure("process_engines:writes_much"))
+                await trio.sleep_forever()
+    finally:
+        log.removeFilter(refuse)
+        log.setLevel(logging.NOTSET)
+    assert not psutil.pid_exists(worker.pid)
+    assert len(open_descriptors()) == before
 
 
 async def test_killing_a_dead_worker_is_harmless() -> None:

@@ -12,7 +12,7 @@ function entriesOf(state) {
     key: `${name}/${death.generation}`,
     at: death.at,
     title: `${name}, generation ${death.generation}`,
-    mark: death.signal || (death.pid ? `exit ${death.exit_code}` : "not started"),
+    mark: death.signal || (death.pid ? `exit ${death.exit_code ?? "unknown"}` : "not started"),
     text: death.how,
     stderr: death.stderr,
   })));
