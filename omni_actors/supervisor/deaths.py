@@ -44,7 +44,7 @@ class DeathHandler:
         replica.history.append(Death(replica.generation, time.time(), exit))
         incarnation.advance(IncarnationEvent.DIE)
         incarnation.calls.lose(exit, raised=incarnation.failed_call)
-        blameless = incarnation.stopped_with_another or incarnation.failed_call
+        blameless = incarnation.stopped_with_another or incarnation.failed_call or incarnation.took_back
         counts = blameless or self._listener.on_worker_died(replica.address, exit, incarnation.failed_request)
         counts = counts and not incarnation.took_back
         if incarnation.ready.is_set():

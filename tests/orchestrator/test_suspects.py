@@ -79,6 +79,23 @@ async def test_a_suspect_that_its_stage_had_finished_delays_no_other_suspect(
         poison.abort()
 
 
+async def test_a_worker_whose_weights_are_taken_back_makes_no_suspects(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(1.0, 0.1), lambda note: None)
+    async with OmniSystem.open(two_stages(f"{__name__}:Holds", "echo"), spawner=spawner) as omni:
+        held = omni.submit({"script": [Input({"hold": "yes"})]}, ["text"])
+        await until(lambda: held.stream.request.number is not None)
+        omni._supervisor.replicas[FIRST].kill("another replica has refused its new weights", took_back=True)
+        await until(lambda: omni.health().stages["first"][0].restarts == 1)
+        deaths = held.stream.request.deaths
+        assert (len(deaths.losses), deaths.suspected, deaths.to_charge) == (1, 0, set())
+        held.abort()
+        again = omni.submit({"script": [Input({"hold": "yes"})]}, ["text"])
+        assert again.stream.request.deaths.suspected == 0, "its fingerprint is not remembered as a culprit's"
+        again.abort()
+
+
 class CrashesOnce(Crashes):
     """An engine whose worker crashes at the first output of a request with ``poison``, and never again."""
 
