@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -34,7 +34,7 @@ class WorkerCalls:
         self._weights_version = messages.FIRST_VERSION
         """The version of the engine's weights."""
         self.calling: str | None = None
-        """The capability of the engine that is called; it keeps its value if that call raises."""
+        """The capability that is called; it keeps its value if that call raises, other than ``InvalidRequest``."""
         self.establishing: int | None = None
         """Which part of the desired state a new engine is brought to; it keeps its value if that raises."""
         self.frozen = False
@@ -46,7 +46,7 @@ class WorkerCalls:
         return {**output.data, "weights_version": self._weights_version} if for_client else {}
 
     def answer(self, engine: StageEngine, call: Call) -> CallAnswer:
-        """Carry a call out and return the answer. Raises what the engine raises, other than ``InvalidRequest``."""
+        """Carry a call out and return the answer. Raises what the call raises, other than ``InvalidRequest``."""
         try:
             return CallAnswer(call.number, _encoded(self._call(engine, call)))
         except Unsupported as error:
@@ -62,16 +62,12 @@ class WorkerCalls:
         self.establishing = None
 
     def _call(self, engine: StageEngine, call: Call | Desired) -> Any:
-        if (own := _OWN.get(call.capability)) is not None:
-            try:
-                inspect.signature(own).bind(self, engine, **call.arguments)
-            except TypeError as error:
-                raise InvalidRequest(f"{call.capability}: {error}") from error
-            return own(self, engine, **call.arguments)
-        supporting = self._supporting(engine, call.capability)
         self.calling = call.capability
         try:
-            value = supporting.call(call.capability, call.arguments)
+            if call.capability in _OWN:
+                value = self._call_own(engine, call)
+            else:
+                value = self._supporting(engine, call.capability).call(call.capability, call.arguments)
         except InvalidRequest:
             self.calling = None
             raise
@@ -79,6 +75,19 @@ class WorkerCalls:
         if call.capability == "update_weights":
             self._weights_version = call.arguments.get("version") or messages.FIRST_VERSION
         return value
+
+    def _call_own(self, engine: StageEngine, call: Call | Desired) -> Any:
+        """Use a capability of every worker. Raises InvalidRequest, too, for arguments that it does not take."""
+        own = _OWN[call.capability]
+        try:
+            inspect.signature(own).bind(self, engine, **call.arguments)
+        except TypeError as error:
+            raise InvalidRequest(f"{call.capability}: {error}") from error
+        types = get_type_hints(own)
+        for name, value in call.arguments.items():
+            if not isinstance(value, types[name]):
+                raise InvalidRequest(f"{call.capability}: {name} must be {_WORDS[types[name]]}", param=name)
+        return own(self, engine, **call.arguments)
 
     def _supporting(self, engine: StageEngine, capability: str) -> Controllable:
         """Return the engine, if it has the capability. Raises Unsupported."""
@@ -114,6 +123,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "supports": WorkerCalls._supports,
     "worker_status": WorkerCalls._status,
 }
+_WORDS = {bool: "true or false", str: "text"}
+"""What arguments of these types must be."""
 
 
 def _encoded(value: Any) -> msgspec.Raw:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import pytest
 
 from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.protocol.messages import Call, CallAnswer, CallRefusal, Desired
+from omni_actors.worker import calls
 from omni_actors.worker.calls import LARGEST_VALUE, WorkerCalls
 from tests.support.controllable_engine import ControllableEcho
 from tests.support.engine_loop_harness import LoopHarness, receive, send
@@ -48,6 +51,13 @@ def test_a_call_is_answered_between_steps_in_the_order_of_the_commands(harness: 
         ),
         (Call(3, "note", {"name": "a", "text": ""}), CallRefusal("an empty note", param="text")),
         (Call(3, "note", {"text": "x"}), CallRefusal("note: missing a required argument: 'name'")),
+        (Call(3, "freeze"), CallRefusal("freeze: missing a required argument: 'frozen'")),
+        (Call(3, "freeze", {"frozen": "no"}), CallRefusal("freeze: frozen must be true or false", param="frozen")),
+        (Call(3, "stop_profile", {"folder": 5}), CallRefusal("stop_profile: folder must be text", param="folder")),
+        (
+            Call(3, "supports", {"capability": []}),
+            CallRefusal("supports: capability must be text", param="capability"),
+        ),
         (
             Call(3, "large", {"size": LARGEST_VALUE}),
             CallRefusal(
@@ -90,6 +100,31 @@ def test_another_exception_ends_the_loop(harness: LoopHarness) -> None:
     harness.post(Call(1, "note", {"name": "a", "text": ""}), Call(2, "crash"))
     assert isinstance(harness.wait_ended(), RuntimeError)
     assert harness.loop.calls.calling == "crash"
+
+
+def test_an_exception_of_a_capability_of_every_worker_names_it(
+    harness: LoopHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptors() -> dict[str, int]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(calls, "memory", no_descriptors)
+    harness.run(ControllableEcho(stage_context()))
+    harness.post(Call(1, "worker_status"))
+    assert isinstance(harness.wait_ended(), OSError)
+    assert harness.loop.calls.calling == "worker_status"
+
+
+class Capricious(ControllableEcho):
+    def capabilities(self) -> Mapping[str, str | None]:
+        raise ArithmeticError
+
+
+def test_an_exception_while_an_engine_names_its_capabilities_is_one_of_the_call(harness: LoopHarness) -> None:
+    harness.run(Capricious(stage_context()))
+    harness.post(Call(1, "note"))
+    assert isinstance(harness.wait_ended(), ArithmeticError)
+    assert harness.loop.calls.calling == "note"
 
 
 def test_the_desired_state_is_established_in_order() -> None:
