@@ -407,6 +407,17 @@ _ARRAY_16 = 0xDC
 MAX_PACKET_BYTES = _HEADER.size + MAX_BYTES
 
 
+def sendable(text: str) -> str:
+    r"""Return an engine's text as a message can carry it: up to ``LONGEST_REASON`` characters, surrogates escaped.
+
+    A surrogate stands, for example, for a byte of a file's name that is not UTF-8.
+
+    >>> sendable("no file \udcff")
+    'no file \\udcff'
+    """
+    return text.encode(errors="backslashreplace").decode()[:LONGEST_REASON]
+
+
 def encode(message: ControlMessage) -> bytes:
     """Encode one message. Raises ValueError for more than ``MAX_BYTES``."""
     packet = _encoder.encode(message)

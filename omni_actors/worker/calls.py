@@ -50,9 +50,10 @@ class WorkerCalls:
         try:
             return CallAnswer(call.number, _encoded(self._call(engine, call)))
         except Unsupported as error:
-            refusal = CallRefusal(error.why[: messages.LONGEST_REASON], unsupported=error.capability)
+            refusal = CallRefusal(messages.sendable(error.why), unsupported=error.capability)
         except InvalidRequest as error:
-            refusal = CallRefusal(error.message[: messages.LONGEST_REASON], param=error.param, code=error.code)
+            param = None if error.param is None else messages.sendable(error.param)
+            refusal = CallRefusal(messages.sendable(error.message), param=param, code=error.code)
         return CallAnswer(call.number, refusal=refusal)
 
     def establish(self, engine: StageEngine, desired: Sequence[Desired]) -> None:

@@ -393,7 +393,7 @@ class EngineLoop:
         self._active.remove(request)
         self._checkpoints.forget(request)
         param = error.param if isinstance(error, base.InvalidRequest) else None
-        message = error.message[: messages.LONGEST_REASON]
+        message, param = messages.sendable(error.message), None if param is None else messages.sendable(param)
         self._control.add(messages.Refused(request, message, param, error.code, retryable=error.retryable))
 
     # sleep

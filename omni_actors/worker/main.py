@@ -127,7 +127,7 @@ def _serve(control: ControlSocket, locks: InheritedLocks) -> None:
             loop.calls.establish(engine, configure.desired)
     except Exception as error:
         part = loop.calls.establishing
-        control.send(messages.LoadFailed(f"{type(error).__name__}: {error}"[: messages.LONGEST_REASON], part))
+        control.send(messages.LoadFailed(messages.sendable(f"{type(error).__name__}: {error}"), part))
         raise
     locks.release()
     control.add(messages.Ready(time.monotonic() - began))  # sent with the first turn, which attaches the rings
@@ -159,7 +159,7 @@ def _load(spec: messages.WorkerSpec, control: ControlSocket) -> StageEngine:
         threads=spec.threads,
         device=spec.device,
         device_count=max(1, len(spec.devices)),
-        report=lambda note: control.send(messages.Loading(note[:LONGEST_NOTE])),
+        report=lambda note: control.send(messages.Loading(messages.sendable(note)[:LONGEST_NOTE])),
     )
     engine: StageEngine = pkgutil.resolve_name(spec.factory)(context)
     if isinstance(engine, WarmsUp):

@@ -87,6 +87,10 @@ ENGINES = """
         context.report(json.dumps([child.pid, *(os.getpriority(os.PRIO_PROCESS, each) for each in kept)]))
         return EchoEngine(context)
 
+    def names_a_file(context):
+        context.report("reading \\udcff")
+        raise FileNotFoundError("\\udcff")
+
     def leaves_a_child(context):
         child = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL)
         print(f"child {child.pid}", file=sys.stderr, flush=True)
@@ -401,6 +405,12 @@ async def test_a_load_error_is_reported_and_its_traceback_kept() -> None:
     assert "nothing" in received[-1].error
     assert exit.stderr_tail[0].startswith("Traceback")
     assert exit.stderr_tail[-1].startswith("AttributeError")
+
+
+async def test_what_a_worker_says_while_it_loads_may_have_surrogates() -> None:
+    """As the name of a file that is not UTF-8."""
+    _, received = await run_until_dead("process_engines:names_a_file")
+    assert received[-2:] == [Loading("reading \\udcff"), LoadFailed("FileNotFoundError: \\udcff")]
 
 
 async def test_the_tail_of_stderr_is_bounded_in_lines_and_line_length() -> None:

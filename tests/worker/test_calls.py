@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from omni_actors.errors import InvalidRequest, Unsupported
-from omni_actors.protocol.messages import Call, CallAnswer, CallRefusal, Desired
+from omni_actors.protocol.messages import Call, CallAnswer, CallRefusal, Desired, encode
 from omni_actors.worker import calls
 from omni_actors.worker.calls import LARGEST_VALUE, WorkerCalls
 from tests.support.controllable_engine import ControllableEcho
@@ -69,6 +69,29 @@ def test_a_call_is_answered_between_steps_in_the_order_of_the_commands(harness: 
 )
 def test_a_refusal(call: Call, refusal: CallRefusal) -> None:
     assert worker_calls().answer(ControllableEcho(stage_context()), call) == CallAnswer(3, refusal=refusal)
+
+
+class Unspeakable(ControllableEcho):
+    """Names a file whose name is not UTF-8 where it refuses a call."""
+
+    def capabilities(self) -> Mapping[str, str | None]:
+        return {"read": None, "write": "it cannot write \udcff"}
+
+    def call(self, capability: str, arguments: Mapping[str, object]) -> object:
+        raise InvalidRequest("no file \udcff", param="file \udcff")
+
+
+@pytest.mark.parametrize(
+    ("capability", "refusal"),
+    [
+        ("read", CallRefusal("no file \\udcff", param="file \\udcff")),
+        ("write", CallRefusal("it cannot write \\udcff", unsupported="write")),
+    ],
+)
+def test_a_refusal_with_a_surrogate_can_be_sent(capability: str, refusal: CallRefusal) -> None:
+    answer = worker_calls().answer(Unspeakable(stage_context()), Call(3, capability))
+    assert answer == CallAnswer(3, refusal=refusal)
+    assert encode(answer)
 
 
 def test_a_value_that_cannot_be_sent_is_a_refusal() -> None:

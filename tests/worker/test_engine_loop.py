@@ -28,6 +28,7 @@ from omni_actors.protocol.messages import (
     Resume,
     Stop,
 )
+from omni_actors.protocol.messages import encode as encode_message
 from omni_actors.stages.base import Chunk, InvalidRequest, StageFailure, StageOutput, StageRequest, TemporarilyRefused
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.worker.engine_loop import RECEIVE_BYTES
@@ -438,6 +439,21 @@ def test_a_long_refusal_is_cut_to_fit_into_a_control_message(harness: LoopHarnes
     refused = harness.next_message()
     assert isinstance(refused, Refused)
     assert len(refused.message) < 100_000
+
+
+class UnspeakableEcho(EchoEngine):
+    """Refuses a request for a file whose name is not UTF-8."""
+
+    def start(self, request: StageRequest) -> None:
+        raise InvalidRequest("no file \udcff", param="file \udcff")
+
+
+def test_a_refusal_with_a_surrogate_can_be_sent(harness: LoopHarness) -> None:
+    harness.run(UnspeakableEcho(stage_context()))
+    harness.start(1)
+    refused = harness.next_message()
+    assert refused == Refused(1, "no file \\udcff", "file \\udcff", "invalid_value")
+    assert encode_message(refused)
 
 
 class RaisingWithView(EchoEngine):
