@@ -1,8 +1,7 @@
 """Worker processes: how one is spawned, identified, killed, and how its death is noticed.
 
 Rules
-1. A worker is a fresh interpreter (`multiprocess`, spawn). It never imports the parent's main module, so a user's
-   script needs no ``if __name__ == "__main__"``.
+1. A worker is a fresh interpreter (``spawned_process``).
 2. Death is an event, never polled for: first the death mutex shows that it begins, then a pidfd that it is complete.
    A thread reaps the process, because the kernel may hold that up.
 3. No orphans: a worker asks the kernel to kill it with the thread that spawned it (PDEATHSIG), checks that its parent
@@ -12,32 +11,29 @@ Rules
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import socket
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
 import trio
-from multiprocess import context, popen_spawn_posix, reduction, spawn, util
+from multiprocess import context
 
 from omni_actors.errors import OmniError, WorkerExit
 from omni_actors.platform.death_mutex import DeathMutex, exit_of_dying
 from omni_actors.protocol.mailbox import Mailbox, open_mailbox
 from omni_actors.protocol.messages import Address, ControlMessage
 from omni_actors.protocol.packets import Envelope
+from omni_actors.supervisor.spawned_process import SpawnedProcess, stop_signals_blocked
 from omni_actors.supervisor.stderr_tail import StderrTail
-from omni_actors.worker.main import STOP_SIGNALS, worker_main
+from omni_actors.worker.main import worker_main
 from ringbuf import Consumer, EndName, Producer, Ring, RingStatistics
 from ringbuf.syscalls import pidfd_open, pidfd_send_signal
 
 NO_VARIABLES: Mapping[str, str] = {}
-NO_STATUS = 256
-"""The exit code, for multiprocess, of a process whose exit status is lost. No process has this code."""
 
 
 class SpawnFailed(OmniError):
@@ -154,78 +150,11 @@ class Spawner(Protocol):
         ...
 
 
-class _Popen(popen_spawn_posix.Popen):  # type: ignore[misc]
-    """multiprocess's spawn, without the parent's main module, its arguments, and the resource tracker process."""
-
-    def _launch(self, process_obj: Any) -> None:
-        environment = process_obj.__dict__.pop("environment")  # not pickled
-        preparation = spawn.get_preparation_data(process_obj.name)
-        for name in ("init_main_from_name", "init_main_from_path", "sys_argv"):  # sys.argv may contain an API key
-            preparation.pop(name, None)
-        payload = io.BytesIO()
-        context.set_spawning_popen(self)
-        try:
-            reduction.dump(preparation, payload)
-            reduction.dump(process_obj, payload)
-        finally:
-            context.set_spawning_popen(None)
-        child_read, parent_write = os.pipe()
-        try:
-            self._fds.append(child_read)
-            command = spawn.get_command_line(tracker_fd=None, pipe_handle=child_read)
-            self.pid = _execute(command, self._fds, environment)
-        except BaseException:
-            os.close(parent_write)
-            raise
-        finally:
-            os.close(child_read)
-        self.sentinel = parent_write
-        self.finalizer = util.Finalize(self, os.close, (parent_write,))
-        with suppress(BrokenPipeError):  # it is dead already, which its pidfd shows
-            os.write(parent_write, payload.getbuffer())  # far below a pipe's buffer: one write, no waiting
-
-
-def _execute(command: Sequence[str], fds: Sequence[int], environment: Mapping[str, str]) -> int:
-    """Start a process that inherits ``fds`` and no other descriptor, and return its pid. Raises OSError."""
-    variables = {**os.environ, **environment} if environment else None
-    process = subprocess.Popen(
-        command, executable=spawn.get_executable(), pass_fds=fds, env=variables, restore_signals=False
-    )
-    process.returncode = 0  # multiprocess reaps it; otherwise ``subprocess`` would try to, when this object is freed
-    return process.pid
-
-
-class _Process(context.SpawnProcess):  # type: ignore[misc]
-    @staticmethod
-    def _Popen(process_obj: Any) -> _Popen:
-        return _Popen(process_obj)
-
-    def final_code(self) -> int | None:
-        """Return the exit code, or the negative signal number, of a process that ``join`` has waited for.
-
-        None: its exit status is lost, because this program ignores SIGCHLD or has reaped the process elsewhere.
-        """
-        code: int | None = self.exitcode
-        if code is None:
-            self._popen.returncode = NO_STATUS  # or ``close`` would take it for a running process
-        return code
-
-
-@contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
-    """Block the signals that a worker ignores until it does so: a child inherits the mask."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class LocalWorker(Worker):
     """A worker process on this machine."""
 
     def __init__(
-        self, process: _Process, mailbox: Mailbox, *, pidfd: int, death_mutex: DeathMutex, stderr_fd: int
+        self, process: SpawnedProcess, mailbox: Mailbox, *, pidfd: int, death_mutex: DeathMutex, stderr_fd: int
     ) -> None:
         super().__init__(process.pid, mailbox)
         self._process, self._pidfd, self._death_mutex = process, pidfd, death_mutex
@@ -266,7 +195,7 @@ class LocalWorker(Worker):
         """Reap the process, in a thread: the kernel may first have to schedule its last thread, which may take long.
 
         It took 39 ms at the median with a nice value of 19, beside programs that kept all cores busy. Returns what
-        ``_Process.final_code`` returns.
+        ``SpawnedProcess.final_code`` returns.
         """
         try:
             await trio.to_thread.run_sync(self._process.join, limiter=trio.CapacityLimiter(1))
@@ -282,7 +211,7 @@ class LocalWorker(Worker):
             self._set_exit(code)
 
     def _set_exit(self, code: int | None) -> None:
-        """Set how the worker ended, unless that is known. code: as of ``_Process.final_code``."""
+        """Set how the worker ended, unless that is known. code: as of ``SpawnedProcess.final_code``."""
         if self._exit is not None:
             return
         try:
@@ -329,12 +258,12 @@ def _open_channels(undo: ExitStack, child_ends: ExitStack) -> _Channels:
 
 def _start_process(
     address: Address, arguments: dict[str, Any], environment: Mapping[str, str], undo: ExitStack
-) -> tuple[_Process, int]:
+) -> tuple[SpawnedProcess, int]:
     """Start a worker, and return its process and a pidfd, which ``undo`` closes. Raises SpawnFailed."""
-    process = _Process(target=worker_main, kwargs=arguments, name=f"omni-actors {address}", daemon=True)
+    process = SpawnedProcess(target=worker_main, kwargs=arguments, name=f"omni-actors {address}", daemon=True)
     process.environment = environment
     try:
-        with _stop_signals_blocked():
+        with stop_signals_blocked():
             process.start()
         pidfd = pidfd_open(process.pid)
         undo.callback(os.close, pidfd)

@@ -34,7 +34,8 @@ from omni_actors.protocol.messages import (
     Stop,
     WorkerSpec,
 )
-from omni_actors.supervisor.process import LocalSpawner, SpawnFailed, _Process
+from omni_actors.supervisor.process import LocalSpawner, SpawnFailed
+from omni_actors.supervisor.spawned_process import SpawnedProcess
 from omni_actors.worker.priority import LOADING_NICE, may_raise_to
 from tests.support.open_descriptors import open_descriptors
 
@@ -247,14 +248,14 @@ async def test_any_number_of_tasks_may_wait_for_a_death() -> None:
 
 async def test_reaping_a_worker_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     reaping, may_reap = threading.Event(), threading.Event()
-    join, went_on = _Process.join, []
+    join, went_on = SpawnedProcess.join, []
 
-    def join_late(self: _Process, timeout: float | None = None) -> None:
+    def join_late(self: SpawnedProcess, timeout: float | None = None) -> None:
         reaping.set()
         went_on.append(may_reap.wait(WATCHDOG_S / 4))
         join(self, timeout)
 
-    monkeypatch.setattr(_Process, "join", join_late)
+    monkeypatch.setattr(SpawnedProcess, "join", join_late)
     with trio.fail_after(WATCHDOG_S):
         async with LocalSpawner().spawn(HERE, 8) as worker:
             worker.kill()
@@ -276,13 +277,13 @@ async def test_a_worker_is_reaped_without_a_thread(monkeypatch: pytest.MonkeyPat
 
 
 def reap_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    join = _Process.join
+    join = SpawnedProcess.join
 
-    def joined(self: _Process, timeout: float | None = None) -> None:
+    def joined(self: SpawnedProcess, timeout: float | None = None) -> None:
         os.waitpid(self.pid, 0)
         join(self, timeout)
 
-    monkeypatch.setattr(_Process, "join", joined)
+    monkeypatch.setattr(SpawnedProcess, "join", joined)
 
 
 @pytest.fixture
