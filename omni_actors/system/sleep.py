@@ -6,7 +6,7 @@ Rules
 2. Level 1: the engines move their weights to host memory. It is a part of the desired state, so a worker that is
    restarted meanwhile sleeps too. Level 2: the workers end, and ``wake_up`` starts new ones.
 3. Workers are put to sleep, and woken, under one lock. A stage that was woken while ``sleep`` waited for its requests
-   stays awake.
+   stays awake. One whose workers another ``sleep`` has ended meanwhile stays at level 2.
 """
 
 from __future__ import annotations
@@ -83,13 +83,15 @@ class SleepControl(ScaleControl):
         before = await self.call("worker_status", stages=chosen, timeout_s=timeout_s)
         async with self._sleep_lock:
             asleep = [stage for stage in chosen if stage in self._orchestrator.closures.asleep]
-            if level == 1:
-                replies = await self._sleep_engines(asleep, before, timeout_s)
-            else:
+            if level == 2:
                 self.drop_desired("sleep", stages=asleep)  # of an earlier sleep at level 1
                 self._engines_asleep.difference_update(asleep)
                 await self._supervisor.stop_stages(asleep)
-                replies = {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in asleep}
+            ended = {address.stage for address, each in self._supervisor.replicas.items() if each.asleep}
+            replies = {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in asleep if stage in ended}
+            if level == 1:  # another call may have ended workers while this one waited for requests
+                still = [stage for stage in asleep if stage not in ended]
+                replies |= await self._sleep_engines(still, before, timeout_s)
         return {stage: replies.get(stage, [_memory(each, each) for each in before[stage]]) for stage in chosen}
 
     async def _sleep_engines(self, chosen: Collection[str], before: Replies, timeout_s: float) -> Replies:
