@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 import pytest
@@ -99,4 +99,25 @@ async def test_a_stage_whose_workers_end_while_a_sleep_at_level_1_waits_is_woken
         assert [each.state for each in omni.health().stages["second"]] == ["asleep", "asleep"]
         await omni.wake_up()
         await omni.resume_generation()
+        await sleeping.assert_awake()
+
+
+async def test_a_stage_at_level_1_is_woken_after_a_sleep_at_level_2_that_was_cancelled_before_its_workers_ended(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as sleeping:
+        supervisor, scope = sleeping.omni._supervisor, trio.CancelScope()
+        stop_stages = supervisor.stop_stages
+
+        async def cancelled(stages: Collection[str]) -> None:
+            scope.cancel()
+            await stop_stages(stages)
+
+        monkeypatch.setattr(supervisor, "stop_stages", cancelled)
+        await sleeping.omni.sleep(1, stages=["second"])
+        with scope:
+            await sleeping.omni.sleep(2, stages=["second"])
+        assert scope.cancelled_caught
+        assert [each.asleep for each in sleeping.engines("second")] == [True, True]
+        await sleeping.omni.wake_up()
         await sleeping.assert_awake()

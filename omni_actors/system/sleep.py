@@ -84,9 +84,9 @@ class SleepControl(ScaleControl):
         async with self._sleep_lock:
             asleep = [stage for stage in chosen if stage in self._orchestrator.closures.asleep]
             if level == 2:
+                await self._supervisor.stop_stages(asleep)
                 self.drop_desired("sleep", stages=asleep)  # of an earlier sleep at level 1
                 self._engines_asleep.difference_update(asleep)
-                await self._supervisor.stop_stages(asleep)
             ended = {address.stage for address, each in self._supervisor.replicas.items() if each.asleep}
             replies = {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in asleep if stage in ended}
             if level == 1:  # another call may have ended workers while this one waited for requests
