@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from typing import Any, NoReturn
 
 import pytest
 import trio
 import trio.testing
 
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import Aborted, InvalidRequest
+from omni_actors.errors import Aborted, InvalidRequest, StageAsleep, TooManyCalls
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.stages.base import StageContext
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import WorkerBehavior
+from omni_actors.supervisor.calls import MAX_CALLS
 from omni_actors.system import OmniSystem
 from omni_actors.system.calls import Replies
 
@@ -120,4 +123,43 @@ async def test_a_stage_at_level_1_is_woken_after_a_sleep_at_level_2_that_was_can
         assert scope.cancelled_caught
         assert [each.asleep for each in sleeping.engines("second")] == [True, True]
         await sleeping.omni.wake_up()
+        await sleeping.assert_awake()
+
+
+async def test_a_sleep_that_cannot_be_sent_leaves_the_stages_as_they_were(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> NoReturn:
+        raise TooManyCalls("second", 0, "sleep", MAX_CALLS)
+
+    async with opened() as sleeping:
+        omni = sleeping.omni
+        await omni.sleep(1, stages=["first"])
+        with monkeypatch.context() as patch:
+            patch.setattr(omni, "_begin_change", full)
+            with pytest.raises(TooManyCalls):
+                await omni.sleep(1)
+        with pytest.raises(StageAsleep, match="first"):
+            sleeping.ask()
+        await omni.wake_up(stages=["first"])
+        await sleeping.assert_awake()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_sleep_with_a_wrong_timeout_changes_nothing(autojump_clock: trio.testing.MockClock, level: int) -> None:
+    async with opened() as sleeping:
+        with pytest.raises(InvalidRequest, match="timeout_s"):
+            await sleeping.omni.sleep(level, timeout_s=math.nan)
+        await sleeping.assert_awake()
+
+
+async def test_a_stage_is_awake_if_one_of_its_replicas_refuses_to_sleep(autojump_clock: trio.testing.MockClock) -> None:
+    async with opened() as sleeping:
+        omni, (_, refusing) = sleeping.omni, sleeping.engines("second")
+        refusing.refuses = True
+        slept, refused = (await omni.sleep(1))["second"]
+        assert (slept.error, type(refused.error)) == (None, InvalidRequest)
+        assert [each.asleep for each in sleeping.engines("first")] == [True]
+        assert [each.asleep for each in sleeping.engines("second")] == [False, False]
+        await omni.wake_up(stages=["first"])
         await sleeping.assert_awake()

@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias, get_args
 
 import trio
 
-from omni_actors.errors import InvalidRequest, SystemClosed, WorkerLost
-from omni_actors.supervisor.calls import Reply
+from omni_actors.errors import InvalidRequest, OmniError, SystemClosed, WorkerLost
+from omni_actors.supervisor.calls import Reply, require_sendable
 from omni_actors.system.calls import Replies
 from omni_actors.system.scaling import ScaleControl
 
@@ -57,16 +57,20 @@ class SleepControl(ScaleControl):
             By stage, a reply of each replica. Its value has the memory of the worker ``before`` and ``after``, each
             with ``rss_bytes`` and ``device_bytes``. If a stage does not support level 1, its replies have the error
             ``Unsupported``, and nothing has changed in any stage. A stage that was woken before its requests had ended
-            stays awake: its replies have the same memory twice.
+            stays awake: its replies have the same memory twice. If an engine of a stage refuses, that stage is
+            woken.
 
-        Raises InvalidRequest: an argument is wrong. While a stage sleeps, requests that need it are refused with
-        ``StageAsleep``. A cancelled call may leave stages asleep.
+        Raises InvalidRequest (an argument is wrong), SystemClosed, and TooManyCalls (level 1: a worker has many changes
+        of its state to answer). Then no stage sleeps that did not before, but one that was to be woken after a refusal.
+        While a stage sleeps, requests that need it are refused with ``StageAsleep``. A cancelled call may leave stages
+        asleep.
         """
         chosen = self._stages(stages)
         for name, found, accepted in (("level", level, LEVELS), ("mode", mode, SLEEP_MODES)):
             if found not in accepted:
                 message = f"{name}: found {found!r}; accepted: {', '.join(map(repr, accepted))}"
                 raise InvalidRequest(message, param=name)
+        require_sendable("sleep", {"level": level}, timeout_s)
         if level == 1:
             supported = await self.call("supports", {"capability": "sleep"}, stages=chosen)
             if any(reply.error is not None for replies in supported.values() for reply in replies):
@@ -94,16 +98,21 @@ class SleepControl(ScaleControl):
                 replies |= await self._sleep_engines(still, before, timeout_s)
         return {stage: replies.get(stage, [_memory(each, each) for each in before[stage]]) for stage in chosen}
 
-    async def _sleep_engines(self, chosen: Collection[str], before: Replies, timeout_s: float) -> Replies:
+    async def _sleep_engines(self, chosen: Sequence[str], before: Replies, timeout_s: float) -> Replies:
         """Move the weights of the stages (level 1). before: their workers' status, for the replies."""
         replies = {}
+        try:
+            calls, _ = self._begin_change("sleep", {"level": 1}, "", chosen, timeout_s)
+        except OmniError:  # nothing has changed, so what was awake serves
+            self._orchestrator.closures.asleep.difference_update(set(chosen) - self._engines_asleep)
+            raise
         self._engines_asleep.update(chosen)
-        slept = await self.set_desired("sleep", {"level": 1}, stages=chosen, timeout_s=timeout_s)
+        slept = await self._replies(calls, chosen)
+        refused = [stage for stage in chosen if any(isinstance(each.error, InvalidRequest) for each in slept[stage])]
+        if refused:  # no request may meet those of their replicas that sleep
+            await self._wake(None, refused, timeout_s)
         after = await self.call("worker_status", stages=chosen, timeout_s=timeout_s)
         for stage in chosen:
-            if any(isinstance(reply.error, InvalidRequest) for reply in slept[stage]):
-                self._orchestrator.closures.asleep.discard(stage)
-                self._engines_asleep.discard(stage)
             pairs = zip(slept[stage], before[stage], after[stage], strict=True)
             replies[stage] = [call if call.error else _memory(first, last) for call, first, last in pairs]
         return replies
