@@ -645,6 +645,28 @@ async def test_updates_end_with_the_system(file: Path) -> None:
                     await trio.lowlevel.checkpoint()
 
 
+@pytest.mark.parametrize("meanwhile", [False, True])
+async def test_an_update_of_a_closed_system_raises_and_keeps_no_tensors(
+    monkeypatch: pytest.MonkeyPatch, *, meanwhile: bool
+) -> None:
+    """meanwhile: whether the system closes while the tensors are written, not before."""
+    write = WeightMemory.write
+
+    async with opened(replicas=1) as omni:
+
+        def closes(*arguments: Any) -> Path:
+            trio.from_thread.run(omni.shutdown)
+            return write(*arguments)
+
+        if meanwhile:
+            monkeypatch.setattr(WeightMemory, "write", closes)
+        else:
+            await omni.shutdown()
+        with pytest.raises(SystemClosed):
+            await omni.update_weights({"a": np.zeros(2, np.float32)}, stages=STAGES)
+        assert weights_in_memory() == []
+
+
 async def test_a_refused_start_of_an_update_leaves_nothing(file: Path) -> None:
     async with opened() as omni:
         for mode in ("keep", "later"):

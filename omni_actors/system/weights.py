@@ -21,7 +21,7 @@ from typing import Any
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.errors import CallTimedOut, InvalidRequest, OmniError, Unsupported, WorkerLost
+from omni_actors.errors import CallTimedOut, InvalidRequest, OmniError, SystemClosed, Unsupported, WorkerLost
 from omni_actors.protocol.messages import FIRST_VERSION, Address
 from omni_actors.supervisor.calls import PendingCall, Reply
 from omni_actors.supervisor.desired_state import Part
@@ -120,7 +120,8 @@ class WeightControl(Control):
 
         Raises InvalidRequest: an argument is wrong, or there are no such files; nothing has changed. TooManyCalls: a
         worker has many changes of its state to answer; nothing has changed. A call that is cancelled while it waits for
-        the requests changes nothing. Later, the update goes on to its end. SystemClosed: the system closes meanwhile.
+        the requests changes nothing. Later, the update goes on to its end. SystemClosed: the system is closed, or
+        closes meanwhile.
         """
         if version is not None and not _is_version(version):
             message = f"version: expected a string of at most {LONGEST_VERSION} characters, found {version!r:.200}"
@@ -161,6 +162,7 @@ class WeightControl(Control):
         """Update weights in this update's turn, and end the turn."""
         alone, has_begun = not self._updating, False
         try:
+            self._require_running()
             if isinstance(path, Mapping):
                 self._kept.require_room(stages)
                 path = await trio.to_thread.run_sync(self._kept.memory.write, path)
@@ -172,11 +174,17 @@ class WeightControl(Control):
                     await self._start(mode)
                 if waiting.cancelled_caught:
                     return self._all_timed_out(stages, timeout_s)
+            self._require_running()
             arguments, has_begun = {"files": files, "version": version or Path(path).name}, True
             return await self._to_the_end(partial(self._carry_out, stages, arguments, timeout_s, alone))
         finally:
             if not has_begun:
                 self._end_turn(alone)
+
+    def _require_running(self) -> None:
+        """Raise SystemClosed if the system has closed: nothing would free the tensors in its desired state."""
+        if not self._running or self.is_stopped:
+            raise SystemClosed
 
     async def _carry_out(
         self, stages: Collection[str], arguments: dict[str, Any], timeout_s: float, alone: bool
