@@ -24,11 +24,11 @@ from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
 from omni_actors.supervisor import devices
-from omni_actors.supervisor.calls import MAX_CALLS
+from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply
 from omni_actors.supervisor.replica import Replica
 from omni_actors.system import OmniSystem
 from omni_actors.system.calls import Replies
-from omni_actors.system.kept_updates import MOST_TENSORS
+from omni_actors.system.kept_updates import CAPABILITY, MOST_TENSORS
 from omni_actors.system.weight_memory import WeightMemory
 from tests.support.controllable_engine import FACTORY
 from tests.support.frozen import freeze, let_time_out_at
@@ -89,8 +89,9 @@ async def update(omni: OmniSystem, file: Path, version: str = "1") -> list[OmniE
 
 
 async def versions(omni: OmniSystem) -> set[str | None]:
-    """Return the versions of many answers: both replicas are among those that answered."""
-    return {(await ask(omni).collect()).data["text"].get("weights_version") for _ in range(8)}
+    """Return the versions of many answers at a time: all replicas are among those that answered."""
+    asked = [ask(omni) for _ in range(8)]
+    return {(await each.collect()).data["text"].get("weights_version") for each in asked}
 
 
 async def test_weights_at_which_an_engine_raises_are_taken_back_everywhere(file: Path) -> None:
@@ -353,6 +354,38 @@ async def test_a_replica_raises_at_new_weights_after_the_timeout(file: Path, tmp
         await until(lambda: omni.health().stages["able"][0].generation == 2)
         last = "ready" if kind == "permanent" else "failed"
         await until(lambda: [each.state for each in omni.health().stages["able"]] == ["ready", last])
+        await omni.finish_weight_update()
+        assert await versions(omni) == {"0"}
+        assert await omni.get_weight_version() == {"able": "0"}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+async def test_a_replica_fails_at_new_weights_after_its_timeout_while_the_reply_of_another_is_waited_for(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, raises: bool
+) -> None:
+    """raises: whether its engine raises, or refuses them."""
+    late, flag = Address("able", 0), tmp_path / "raises"
+    let_time_out_at(frozen := {late}, monkeypatch)
+    wait = PendingCall.wait
+    async with opened() as omni:
+        pid, replica = omni.health().stages["able"][0].pid or 0, omni._supervisor.replicas[late]
+
+        async def waits(call: PendingCall) -> Reply:
+            if call.capability == CAPABILITY and call.address != late and frozen:  # and the wait for the other is over
+                [part] = omni._supervisor.desired.parts("able")
+                await until(lambda: bool(part.accepted))
+                flag.touch() if raises else os.truncate(file, 8)
+                os.kill(pid, signal.SIGCONT)
+                await until(lambda: part.taken_back or bool(replica.history))
+                frozen.clear()
+            return await wait(call)
+
+        monkeypatch.setattr(PendingCall, "wait", waits)
+        freeze(pid)
+        await omni.start_weight_update()
+        first, _ = (await omni.update_weights(file, version=str(flag), stages=STAGES, timeout_s=0.0))["able"]
+        assert isinstance(first.error, CallTimedOut)
+        await until(lambda: bool(generations(omni)))
         await omni.finish_weight_update()
         assert await versions(omni) == {"0"}
         assert await omni.get_weight_version() == {"able": "0"}

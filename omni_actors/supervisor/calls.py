@@ -70,17 +70,18 @@ class PendingCall:
         """Until when the caller waits, on trio's clock."""
         self.on_end: Callable[[Reply], None] = lambda reply: None
         """Called when the call ends, also after the deadline."""
-        self._reply: Reply | None = None
+        self.reply: Reply | None = None
+        """How it has ended, also after the deadline; None: it has not."""
         self._ended = trio.Event()
 
     @property
     def unanswered(self) -> bool:
         """Whether the worker lives and has not answered, also after the deadline."""
-        return self._reply is None
+        return self.reply is None
 
     def end(self, reply: Reply) -> None:
         """Give the call its reply."""
-        self._reply = reply
+        self.reply = reply
         self.on_end(reply)
         self._ended.set()
 
@@ -93,8 +94,8 @@ class PendingCall:
         """Wait for the reply until the call's timeout. Cancelling the wait does not cancel the call."""
         with trio.move_on_at(self.deadline):
             await self._ended.wait()
-        if self._reply is not None:
-            return self._reply
+        if self.reply is not None:
+            return self.reply
         stage, replica = self.address.stage, self.address.replica
         return Reply(error=CallTimedOut(stage, replica, self.capability, self._timeout_s))
 

@@ -244,14 +244,15 @@ class WeightControl(Control):
         chosen = self._stages(stages)
         calls, parts = self._begin_change(CAPABILITY, arguments, key, chosen, timeout_s)
         replies = await self._replies(calls, chosen)
+        # Not by ``replies``: a worker may answer after its timeout, while those of others are waited for.
+        failed = {call.address.stage for call in calls if call.reply is not None and _failed(call.reply)}
         for call in calls:
             call.on_end = partial(self._on_late_end, parts[call.address.stage], call)
         for stage in stages:
             part, of_stage = parts[stage], [each for each in asked if each.stage == stage]
             pairs = zip(of_stage, replies[stage], strict=True)
             lost = [each for each, reply in pairs if each in before and isinstance(reply.error, WorkerLost)]
-            failed = any(_failed(reply) for reply in replies[stage])
-            if failed or await self._die_again(part, {each: before[each] for each in lost}, timeout_s):
+            if stage in failed or await self._die_again(part, {each: before[each] for each in lost}, timeout_s):
                 self._supervisor.desired.take_back(part)
                 for call in calls:  # a worker that answers late gets the earlier weights next
                     if call.address.stage == stage:
