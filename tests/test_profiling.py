@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 import trio
+import trio.testing
 
 from omni_actors import OmniSystem
 from omni_actors.errors import InvalidRequest, Unsupported
 from omni_actors.stages.base import StageFailure, StageOutput
 from omni_actors.stages.echo.engine import EchoEngine
 from omni_actors.system.profiling import Profile
+from omni_actors.worker.profiler import WorkerProfiler
 from tests.support.echo_systems import pid_of, read, wait_restarted, words_until
+from tests.support.scaled_system import numbers, opened
 
 CLOCKS_US = 20_000.0
 """How far torch's conversion of its clock may be from the kernel's wall clock; one step takes longer."""
@@ -152,3 +155,26 @@ async def test_of_two_calls_that_stop_a_profile_one_is_refused(tmp_path: Path) -
                 nursery.start_soon(stop, tmp_path / name)
         assert "no_profile" in outcomes
         assert len(os.listdir(tmp_path)) == 1
+
+
+async def test_a_worker_has_the_number_of_its_replica_after_another_was_removed(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stop(_: WorkerProfiler, folder: str) -> dict[str, Any]:
+        file = Path(folder, "1.json")
+        file.write_text('{"traceEvents": []}')
+        return {"file": str(file), "pid": 1}
+
+    monkeypatch.setattr(WorkerProfiler, "start", lambda _: None)
+    monkeypatch.setattr(WorkerProfiler, "stop", stop)
+    async with opened(replicas=2) as scaling:
+        short, long = scaling.ask(1), scaling.ask(1000)
+        assert await numbers(short) == [0]
+        await scaling.omni.scale("second", 1)
+        assert scaling.states == {1: "ready"}, "the other one was idle"
+        await scaling.omni.start_profile(("second",))
+        profile = await scaling.omni.stop_profile(tmp_path / "profile.json")
+        assert [reply.result() for reply in profile.replies["second"]] == [{"pid": 1}]
+        names = [event["args"]["name"] for event in events_of(profile) if event["name"] == "process_name"]
+        assert names == ["requests", "second.1"]
+        long.abort()

@@ -14,6 +14,7 @@ import msgspec
 import trio
 
 from omni_actors.errors import InvalidRequest, Unsupported
+from omni_actors.protocol.messages import Address
 from omni_actors.supervisor.calls import PendingCall, Reply, require_sendable
 from omni_actors.system.calls import Replies
 from omni_actors.system.control import Control
@@ -69,7 +70,7 @@ class ProfileControl(Control):
         require_sendable("start_profile", {}, timeout_s)
         self._ended.profiled = deque(maxlen=MOST_REQUESTS)
         self._profile_began_ns, self._profiled = time.time_ns(), chosen
-        replies = await self._call_here("start_profile", {}, chosen, timeout_s)
+        replies = await self._replies(self._call_here("start_profile", {}, chosen, timeout_s), chosen)
         self._profiled = [stage for stage in chosen if any(reply.error is None for reply in replies[stage])]
         return replies
 
@@ -92,14 +93,16 @@ class ProfileControl(Control):
         require_sendable("stop_profile", {}, timeout_s)
         with tempfile.TemporaryDirectory(prefix=".profile-", dir=path.parent) as folder:
             requests, self._ended.profiled = self._ended.profiled, None
-            replies = await self._call_here("stop_profile", {"folder": folder}, self._profiled, timeout_s)
-            await trio.to_thread.run_sync(self._write, path, Path(folder), requests, replies)
+            calls = self._call_here("stop_profile", {"folder": folder}, self._profiled, timeout_s)
+            replies = await self._replies(calls, self._profiled)
+            written = {call.address: call.reply.value for call in calls if call.reply and call.reply.error is None}
+            await trio.to_thread.run_sync(self._write, path, Path(folder), requests, written)
         told = {stage: [_without_file(reply) for reply in replies[stage]] for stage in replies}
         return Profile(path, len(requests), told)
 
-    async def _call_here(
+    def _call_here(
         self, capability: str, arguments: Mapping[str, Any], stages: Collection[str], timeout_s: float
-    ) -> Replies:
+    ) -> list[PendingCall]:
         """Call the workers of stages that run on this process's node. For the others the reply is ``Unsupported``."""
         require_sendable(capability, arguments, timeout_s)
         elsewhere, calls = self._elsewhere(), []
@@ -112,18 +115,25 @@ class ProfileControl(Control):
                 why = f"its worker runs on the node {node!r}, and profiles cover the parent's node only"
                 calls.append(call := PendingCall(address, replica.generation, capability, timeout_s))
                 call.end(Reply(error=Unsupported(address.stage, "start_profile", why)))
-        return await self._replies(calls, stages)
+        return calls
 
-    def _write(self, path: Path, folder: Path, requests: Iterable[tuple[str, Period]], replies: Replies) -> None:
-        """Write the file, in a thread: a profile may be large. A write that fails leaves an earlier file as it was."""
+    def _write(
+        self,
+        path: Path,
+        folder: Path,
+        requests: Iterable[tuple[str, Period]],
+        written: Mapping[Address, Mapping[str, Any]],
+    ) -> None:
+        """Write the file, in a thread: a profile may be large. A write that fails leaves an earlier file as it was.
+
+        written: what the workers that have written their parts replied.
+        """
         file = ProfileFile(self._profile_began_ns)
         offset_ns = time.time_ns() - time.monotonic_ns()
         file.add_requests(requests, offset_ns)
-        for stage, of_stage in replies.items():
-            for replica, reply in enumerate(of_stage):
-                if reply.error is None:
-                    trace: dict[str, Any] = json.loads(Path(reply.value["file"]).read_text(encoding="utf-8"))
-                    file.add_worker(f"{stage}.{replica}", reply.value["pid"], trace)
+        for address, part in written.items():
+            trace: dict[str, Any] = json.loads(Path(part["file"]).read_text(encoding="utf-8"))
+            file.add_worker(str(address), part["pid"], trace)
         whole = folder / "whole.json"
         file.write(whole)
         whole.replace(path)
