@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -185,3 +186,22 @@ async def test_a_stage_sleeps_when_its_drains_have_ended(autojump_clock: trio.te
         assert list(scaling.states.values()) == ["asleep"]
         for each in running:
             assert await numbers(each) == list(range(30))
+
+
+async def test_health_and_the_live_state_agree_on_a_draining_replica_whose_worker_dies(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with opened(replicas=2) as scaling, trio.open_nursery() as nursery:
+        running = [scaling.ask(100) for _ in range(2)]
+        await trio.sleep(1)
+        nursery.start_soon(shrink, scaling, 1, [])
+        await trio.sleep(1)
+        worker = scaling.spawner.living[Address("second", 1)]
+        worker.behavior = replace(worker.behavior, dying_s=5.0)
+        worker.kill()
+        await trio.sleep(1)
+        live = scaling.omni.live_state().stages["second"].replicas
+        assert scaling.states == {0: "ready", 1: "draining"}
+        assert {int(number): each.state for number, each in live.items()} == scaling.states
+        for each in running:
+            assert await numbers(each) == list(range(100))

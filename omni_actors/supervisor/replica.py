@@ -120,6 +120,11 @@ class Replica:
         """Whether it was given up for good: it has no worker, and gets none."""
         return self.state is ReplicaState.FAILED and self.retry_at is None
 
+    @property
+    def shown_state(self) -> ReplicaState:
+        """Its state, as health and the live state show it: one that is being removed drains, also without a worker."""
+        return ReplicaState.DRAINING if self.leaving and self.state is not ReplicaState.FAILED else self.state
+
     def leave(self) -> None:
         """Note that it is being removed."""
         self.leaving = True

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from omni_actors.supervisor.nodes import NodeState
-from omni_actors.supervisor.replica import Replica, ReplicaState
+from omni_actors.supervisor.replica import Replica
 
 
 class PastExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,10 +87,9 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 def replica_health(replica: Replica, *, standby: bool, now: float) -> ReplicaHealth:
     """Return the state of ``replica``. now: on trio's clock."""
-    failed = replica.state is ReplicaState.FAILED
     return ReplicaHealth(
         replica=replica.address.replica,
-        state=(ReplicaState.DRAINING if replica.leaving and not failed else replica.state).value,
+        state=replica.shown_state.value,
         standby=standby,
         note=replica.note,
         generation=replica.generation,

@@ -232,7 +232,7 @@ def live_state(
 
 def _replica(replica: Replica, orchestrator: Orchestrator, clock: TrioClock) -> LiveReplica:
     return LiveReplica(
-        state=replica.state.value,
+        state=replica.shown_state.value,
         standby=orchestrator.pools.is_standby(replica),
         note=replica.note,
         generation=replica.generation,
