@@ -51,6 +51,25 @@ async def test_a_retry_while_a_stage_wakes_starts_no_second_worker(
         assert len(living) == 1
 
 
+async def test_a_replica_that_was_given_up_is_not_announced_to_be_tried_again_once_it_sleeps(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with opened(restart=Restart(intensity=0, retry_s=50.0)) as scaling:
+
+        def retry_in_s() -> list[float | None]:
+            return [each.retry_in_s for each in scaling.omni.health().stages["second"]]
+
+        scaling.spawner.living[Address("second", 0)].kill()
+        await trio.sleep(1)
+        assert retry_in_s() == [pytest.approx(49.0, abs=1.0)]
+        await scaling.omni.sleep(2, stages=["second"])
+        assert (scaling.states, retry_in_s()) == ({0: "asleep"}, [None])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(scaling.omni.wake_up)
+            await trio.sleep(LOAD_S / 2)
+            assert (scaling.states, retry_in_s()) == ({0: "restarting"}, [None])
+
+
 @pytest.mark.parametrize("replicas", [0, 1])
 async def test_a_sleep_waits_for_a_request_that_starts_a_stage_from_zero(
     replicas: int, autojump_clock: trio.testing.MockClock

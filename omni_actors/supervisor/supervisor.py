@@ -107,7 +107,7 @@ class Supervisor:
             await self._stop(stopped)
         for each in stopped:
             if each.asleep:
-                each.state, each.note = ReplicaState.ASLEEP, "asleep"
+                each.state, each.note, each.retry_at = ReplicaState.ASLEEP, "asleep", None
                 self._spawner.release(each.address)
         self.changes.unpark_all()
 
@@ -119,7 +119,7 @@ class Supervisor:
         woken = [each for each in self.replicas.values() if each.address.stage in stages and each.asleep]
         for each in woken:
             each.asleep, each.state, each.note = False, ReplicaState.RESTARTING, "waking up"
-            each.outage = None
+            each.outage = each.retry_at = None
         with trio.CancelScope(shield=True):
             await self._start(woken)
 
