@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from omni_actors.config import Restart
+from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.config.devices import DeviceLayoutError
 from omni_actors.errors import (
     DeadlineExceeded,
@@ -28,10 +28,13 @@ from omni_actors.errors import (
 from omni_actors.log_events import AutoscaleFailed, ReplicaGivenUp, WorkerDied, log
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.protocol.messages import Address
+from omni_actors.stress.simulation.spawner import SimulatedSpawner
 from omni_actors.stress.simulation.worker import WorkerBehavior
-from omni_actors.system import OmniSystem, Scaled
+from omni_actors.system import OmniSystem, Scaled, workers
 from tests.support.echo_systems import one_stage, read
 from tests.support.scaled_system import LOAD_S, Scaling, numbers, opened
+
+RING_BYTES = 64 * 1024
 
 
 async def test_replicas_come_and_go_while_requests_run(autojump_clock: trio.testing.MockClock) -> None:
@@ -505,3 +508,28 @@ async def test_processes_come_and_go() -> None:
         assert all(len(each) == 1 for each in outputs)
         await omni.scale("only", 1)
         assert len(omni.health().stages["only"]) == 1
+
+
+async def test_a_worker_with_more_neighbours_than_its_requests_have_messages_starts_again(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new worker gets a message about each of its rings in one turn of the event loop."""
+    for others in ("CALL_MESSAGES", "OTHER_MESSAGES"):  # so that few neighbours suffice
+        monkeypatch.setattr(workers, others, 0)
+    spawner, second = SimulatedSpawner(lambda address, pid: WorkerBehavior(), lambda note: None), Address("second", 0)
+    stages = {
+        "first": Stage(engine="echo", accepts=("script",), ring_bytes=RING_BYTES),
+        "second": Stage(engine="echo", inputs=("first",), ring_bytes=RING_BYTES),
+        "third": Stage(engine="echo", inputs=("second",), emits="text", ring_bytes=RING_BYTES),
+    }
+    pipeline = Pipeline(name="neighbours", stages=stages, limits=Limits(max_requests=1))
+    with trio.fail_after(1000.0):
+        async with OmniSystem.open(pipeline, spawner=spawner) as omni:
+            for stage in ("first", "third"):
+                await omni.scale(stage, 16)
+                await trio.sleep(1)  # the worker between them reads about its new rings
+            spawner.living[second].kill()
+            await trio.sleep(100)
+            replica = omni._supervisor.replicas[second]
+            assert [death.exit.reason for death in replica.history] == [None]
+            assert (replica.state.value, replica.generation) == ("ready", 2)

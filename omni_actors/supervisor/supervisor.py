@@ -53,7 +53,8 @@ class Supervisor:
 
     specs: the workers to run at first.
     stages: the configuration of each stage, in topological order.
-    mailbox_capacity: how many control messages may wait for one worker before it is killed.
+    mailbox_capacity: returns how many control messages may wait for one worker before it is killed, from the number of
+        all replicas when it starts.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Supervisor:
         edges: Edges,
         spawner: Spawner,
         listener: Listener,
-        mailbox_capacity: int,
+        mailbox_capacity: Callable[[int], int],
     ) -> None:
         self.stages = stages
         self.replicas = {spec.address: Replica(spec, stages[spec.address.stage]) for spec in specs}
@@ -246,7 +247,8 @@ class Supervisor:
         try:
             here = await devices.wait_place(self._spawner, replica, self.changes)
             await devices.lock_devices(replica, here)
-            async with devices.spawn(self._spawner, replica, self._mailbox_capacity) as worker:
+            capacity = self._mailbox_capacity(len(self.replicas))
+            async with devices.spawn(self._spawner, replica, capacity) as worker:
                 incarnation.worker = worker
                 replica.devices = replica.spec.devices if worker.devices is None else worker.devices
                 worker_log.started(replica)

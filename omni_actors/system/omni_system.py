@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ class OmniSystem(
             edges=self._edges,
             spawner=spawner,
             listener=self._orchestrator.events,
-            mailbox_capacity=workers.mailbox_capacity(pipeline),
+            mailbox_capacity=partial(workers.mailbox_capacity, pipeline),
         )
         for name, stage in pipeline.stages.items():
             self._orchestrator.pools.want(name, stage.replicas)

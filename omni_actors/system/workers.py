@@ -21,8 +21,8 @@ until the message is sent. When a worker starts, the parent posts the messages a
 REQUEST_MESSAGES = 7
 """Control messages that one request may cause: Start with its JournalPart and CheckpointMemory; Abort; Resend and
 Switch, after the restart of another stage; Resume, after Pause."""
-STAGE_MESSAGES, OTHER_MESSAGES = 2, 8
-"""Places in a mailbox for messages that come once for each stage of the pipeline, and for all others."""
+REPLICA_MESSAGES, OTHER_MESSAGES = 2, 8
+"""Places in a mailbox for messages that come once for each replica at the other end of a ring, and for all others."""
 
 
 def edge_specs(pipeline: Pipeline) -> list[EdgeSpec]:
@@ -74,16 +74,18 @@ def worker_spec(
     )
 
 
-def mailbox_capacity(pipeline: Pipeline) -> int:
-    """Return how many control messages may wait for one worker.
+def mailbox_capacity(pipeline: Pipeline, replicas: int) -> int:
+    """Return how many control messages may wait for one worker. replicas: of all stages, when it starts.
+
+    A worker that starts gets a message about each of its rings at once. Replicas that are added later announce theirs
+    one by one.
 
     One half of a mailbox has room for the messages that may be posted at one time. While the other half is full,
     requests are neither admitted nor paused. The room is counted with one JournalPart for each request. If several for
     one request fill the mailbox, its worker is killed, as any worker that does not read (``Replica.post``).
     """
     requests = REQUEST_MESSAGES * pipeline.limits.max_requests
-    stages = STAGE_MESSAGES * len(pipeline.stages)
-    return 2 * (requests + stages + CALL_MESSAGES + OTHER_MESSAGES)
+    return 2 * (requests + REPLICA_MESSAGES * replicas + CALL_MESSAGES + OTHER_MESSAGES)
 
 
 def _directory(model: str | None) -> str | None:

@@ -128,7 +128,7 @@ class SimulatedSystem:
             edges=Edges([], self),
             spawner=self,
             listener=self,
-            mailbox_capacity=8,
+            mailbox_capacity=lambda replicas: 8,
         )
 
     @asynccontextmanager
