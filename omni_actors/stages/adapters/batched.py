@@ -6,7 +6,7 @@ Rules
 2. The update is computed in float32, as PEFT does, and for each row by itself (``bmm``). So it adds nothing to what
    makes a row depend on its neighbours.
 3. An adapter stays loaded while a request uses it. Of the others, the pinned ones stay, and those that were used last.
-   An adapter that is loaded again must have the same files as when it was added.
+   An adapter that is loaded again must have the same files as when it was added. A new worker loads no more than that.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class BatchedAdapters:
     def keep(self, kept: KeptAdapters, in_use: Collection[Adapter]) -> None:
         before, self._kept = self._kept, set(kept.adapters)
         self._pinned = {each for each in kept.adapters if each.name in kept.pinned}
-        for adapter in kept.adapters:
-            if adapter not in before or adapter in self._pinned:
-                try:
-                    self._load(adapter)
-                except InvalidAdapter as error:
-                    print(error, file=sys.stderr)
+        new = [each for each in kept.adapters if each not in before and each not in self._pinned]
+        for adapter in (*new[max(0, len(new) - self._idle) :], *self._pinned):
+            try:
+                self._load(adapter)
+            except InvalidAdapter as error:
+                print(error, file=sys.stderr)
         self.trim(in_use)
 
     def use(self, adapter: Adapter, in_use: Collection[Adapter]) -> None:

@@ -58,7 +58,12 @@ class AdapterConfig(msgspec.Struct, frozen=True):
 
 def _by_pattern(patterns: Mapping[str, N], module: str, default: N) -> N:
     """Return the value of the first pattern that matches, as PEFT's ``get_pattern_key`` finds it."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next((value for key, value in patterns.items() if _pattern(key).match(module)), default)
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """Compile a key of ``rank_pattern``. Raises re.error, OverflowError or RecursionError for one that is none."""
+    return re.compile(rf"(.*\.)?({key})$")
 
 
 class AdapterFiles(msgspec.Struct, frozen=True):
@@ -105,8 +110,8 @@ def _checked(directory: str, encoded: bytes) -> AdapterConfig:
         fields = msgspec.json.decode(encoded, type=dict[str, Any])
         config = msgspec.convert({name: value for name, value in fields.items() if value is not None}, AdapterConfig)
         for key in (*config.rank_pattern, *config.alpha_pattern):
-            re.compile(key)
-    except (msgspec.MsgspecError, UnicodeError, re.error) as error:
+            _pattern(key)
+    except (msgspec.MsgspecError, UnicodeError, re.error, OverflowError, RecursionError) as error:
         raise InvalidAdapter(directory, f"{CONFIG}: {error}") from error
     ranks = (config.r, *config.rank_pattern.values())
     if min(ranks) < 1:

@@ -77,7 +77,7 @@ def _present(path: str, shapes: Mapping[str, tuple[int, int]]) -> str:
 def _tensors(files: AdapterFiles) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(files.weights)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:  # KeyError: torch has no such dtype
         raise InvalidAdapter(files.directory, f"{WEIGHTS}: {error}") from error
 
 

@@ -102,6 +102,8 @@ class Scheduler(Generic[S]):
         spent = 0
         while (chunk := self.next_prefill_chunk()) and (not spent or spent + chunk[1] <= self._prefill):
             spent += chunk[1]
+            for each in self.rows[chunk[0]].group:
+                each.has_begun = True
             yield chunk
 
     def next_prefill_chunk(self) -> tuple[int, int] | None:
@@ -116,8 +118,6 @@ class Scheduler(Generic[S]):
         if not ready:
             return None
         row = min(ready, key=lambda row: (not self.rows[row].has_begun, self.rows[row].order))
-        for each in self.rows[row].group:
-            each.has_begun = True
         return row, self._computable(self.rows[row])
 
     def decode_rows(self) -> list[int]:

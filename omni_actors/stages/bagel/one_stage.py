@@ -54,8 +54,8 @@ class OneStageEngine(ContextEngine):
         return super().busy or self._denoiser.busy
 
     def abort(self, request_id: RequestId) -> None:
-        super().abort(request_id)
         self._denoiser.abort(request_id)
+        super().abort(request_id)  # it frees the adapters that no request uses
 
     def step(self) -> Iterator[Event]:  # type: ignore[override]
         """Read and write as ``bagel_context``, then do one denoising step of every running request."""

@@ -101,7 +101,7 @@ class OmniPromptEngine(PromptEngine[R]):
                     prompt = reading.result()
                 self._join_batch(self._requests[request_id], prompt)
             except InvalidRequest as error:
-                del self._requests[request_id]
+                self.abort(request_id)
                 yield StageFailure(request_id, error)
         if super().busy:
             yield from super().step()

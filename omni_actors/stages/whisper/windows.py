@@ -96,7 +96,7 @@ class Transcription:
             options = {**options, "language": place.language, "initial_prompt": None}
         self._model, self._options = model, options
         self._first: Floats | None = None
-        """The first piece."""
+        """The first piece, until the second one has arrived."""
         self._has_several = False
         """Whether the second one has arrived."""
         self._resampler: Any = None
@@ -121,6 +121,7 @@ class Transcription:
                 self._has_several = True
                 self._append(self._first, recording.sample_rate)
                 self._append(piece, recording.sample_rate)
+                self._first = None
 
     def complete(self, recording: Recording) -> None:
         """Take what is left of a recording, which is complete now."""

@@ -27,7 +27,7 @@ def sequence(prompt: int, ready: int) -> ScheduledSequence:
 def step(scheduler: Scheduler[ScheduledSequence], cache: SlottedCache) -> list[ScheduledSequence]:
     """Do what an engine does in a step; return the sequences that were computed."""
     moved = []
-    if chunk := scheduler.next_prefill_chunk():
+    if chunk := next(scheduler.prefill_chunks(), None):
         row, count = chunk
         cache.extend([row], count)
         scheduler.rows[row].prefill_left -= count
@@ -183,3 +183,18 @@ def test_busy_means_a_step_computes_a_position_and_rows_match_the_cache(rows: in
                 assert bool(step(scheduler, cache)) == busy
         assert len(cache.lengths) == len(scheduler.rows) <= rows
         assert all(each in live for each in scheduler.rows)
+
+
+def test_a_prompt_whose_chunk_does_not_fit_into_a_step_has_not_begun() -> None:
+    scheduler, cache = scheduler_of()
+    first, later, urgent = sequence(PREFILL, PREFILL), sequence(PREFILL, PREFILL), sequence(PREFILL, PREFILL)
+    later.priority, urgent.priority = 1, -1
+    scheduler.add(first)
+    scheduler.add(later)
+    for row, count in scheduler.prefill_chunks():
+        assert scheduler.rows[row] is first
+        cache.extend([row], count)
+        first.prefill_left = first.ready = 0
+    scheduler.add(urgent)
+    row, _ = next(scheduler.prefill_chunks())
+    assert scheduler.rows[row] is urgent

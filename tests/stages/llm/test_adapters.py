@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from omni_actors.errors import InvalidAdapter
+from omni_actors.stages.adapters import files
 from omni_actors.stages.adapters.options import Adapter
 from omni_actors.stages.llm.engine import LLMEngine
 from tests.stages.llm.tiny_engine import PROMPTS, Results, answer, assert_empty, decoded, opened, submit, user
@@ -144,6 +145,19 @@ def test_idle_adapters_are_freed_but_not_pinned_ones(fresh: LLMEngine, adapters:
     assert {*fresh._adapters.loaded} == {first, second}
 
 
+def test_a_new_engine_loads_no_more_adapters_than_may_be_idle(
+    fresh: LLMEngine, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have no memory for all of them at once."""
+    read = list[str]()
+    monkeypatch.setattr(
+        files, "read_again", lambda each, original=files.read_again: read.append(each.name) or original(each)
+    )
+    keep(fresh, *(adapter(adapters[kind], kind) for kind in KINDS), pinned=("plain",))
+    assert {*read} == {"plain", [*KINDS][-1]}
+    assert {each.name for each in fresh._adapters.loaded} == {*read}
+
+
 def test_a_changed_adapter_is_refused(
     fresh: LLMEngine, adapters: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +187,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another rank": ({"r": 3}, r"found torch.float32 \(4, "),
     "no number": ({"lora_alpha": "much"}, "lora_alpha"),
     "no pattern": ({"rank_pattern": {"(": 3}}, "adapter_config.json"),
+    "no part of a pattern": ({"alpha_pattern": {"(?i)Q_PROJ": 3}}, "adapter_config.json"),
+    "a huge count": ({"rank_pattern": {"a{99999999999}": 3}}, "adapter_config.json"),
+    "a deep pattern": ({"rank_pattern": {"(" * 3000 + ")" * 3000: 3}}, "adapter_config.json"),
 }
 
 
@@ -235,6 +252,17 @@ def test_a_torn_file_is_refused(fresh: LLMEngine, adapters: dict[str, Path], tmp
     directory = shutil.copytree(adapters["plain"], tmp_path / "torn")
     file = directory / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(InvalidAdapter, match=r"adapter_model\.safetensors"):
+        load(fresh, adapter(directory))
+
+
+def test_numbers_of_a_type_that_torch_lacks_are_refused(
+    fresh: LLMEngine, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = shutil.copytree(adapters["plain"], tmp_path / "types")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    header = json.dumps({name: {"dtype": "F4", "shape": [4, 8], "data_offsets": [0, 16]}}).encode()
+    (directory / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(InvalidAdapter, match=r"adapter_model\.safetensors"):
         load(fresh, adapter(directory))
 
