@@ -54,8 +54,10 @@ class VLLMAdapters:
         if pinned and len(pinned) >= self._slots:
             message = f"{len(pinned)} pinned adapters leave no slot for others; engine_args.max_loras is {self._slots}"
             raise InvalidRequest(message, param="pinned")
-        self._kept = set(kept.adapters)
+        before, self._kept = self._kept, set(kept.adapters)
         for adapter in kept.adapters:
+            if adapter in before and adapter not in pinned:
+                continue  # vLLM may have evicted it; the next request that names it loads it again
             try:
                 self._load(adapter)
             except InvalidAdapter as error:  # the requests that name it are refused
