@@ -52,30 +52,42 @@ async def chat_messages(
     return messages or [{"role": "system", "content": GREETING}], clips
 
 
-def join_neighbours(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+async def join_neighbours(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join messages of one role in a row, but the outputs of calls, and a call and a text of the assistant behind it.
 
     Some chat templates refuse any other. An answer that was cut before its first word leaves two messages of the user,
-    for example.
+    for example. There is a checkpoint after each joined message, because there may be many.
     """
-    joined: list[dict[str, Any]] = []
+    runs: list[list[dict[str, Any]]] = []
     for message in messages:
-        last: dict[str, Any] = joined[-1] if joined else {}
+        last: dict[str, Any] = runs[-1][-1] if runs else {}
         has_called = "tool_calls" in last and "tool_calls" not in message
         if last.get("role") != message["role"] or message["role"] == "tool" or has_called:
-            joined.append(dict(message))
-            continue
-        last["content"] = _joined(last["content"], message["content"])
-        if "tool_calls" in message:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+            runs.append([])
+        runs[-1].append(message)
+    joined: list[dict[str, Any]] = []
+    for run in runs:
+        joined.append(dict(run[0]))
+        if len(run) > 1:
+            joined[-1]["content"] = _joined([message["content"] for message in run])
+            if calls := [call for message in run for call in message.get("tool_calls", ())]:
+                joined[-1]["tool_calls"] = calls
+            await trio.lowlevel.checkpoint()
     return joined
 
 
-def _joined(one: str | list[dict[str, Any]], other: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Join the contents of two messages."""
-    if isinstance(one, str) and isinstance(other, str):
-        return "\n".join(text for text in (one, other) if text)
-    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (one, other)]
+def _joined(contents: Sequence[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:
+    """Join the contents of messages. Each text is copied once: together they may be as long as a conversation."""
+    texts: list[str] = []
+    for content in contents:
+        if not isinstance(content, str):
+            break
+        texts.append(content)
+    text = "\n".join(each for each in texts if each)
+    if len(texts) == len(contents):
+        return text
+    others = contents[len(texts) :]
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (text, *others)]
     return [part for each in parts for part in each if part.get("text") != ""]
 
 

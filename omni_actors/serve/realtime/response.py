@@ -204,14 +204,17 @@ class Response:
                         await self._add_text(*self._calls.push(output.delta), script)
                 break
             except InvalidRequest as error:
-                joined, left = join_neighbours(messages), _without_older_half(entries)
-                if error.code == "context_length_exceeded" and self._settings.may_truncate and left is not None:
+                if error.code == "context_length_exceeded":
+                    left = _without_older_half(entries) if self._settings.may_truncate else None
+                    if left is None:
+                        raise
                     entries = left
                     messages, clips = await self._messages(entries)
-                elif error.param == "messages" and error.code != "context_length_exceeded" and joined != messages:
-                    messages = joined
                 else:
-                    raise
+                    joined = await join_neighbours(messages) if error.param == "messages" else messages
+                    if joined == messages:
+                        raise
+                    messages = joined
             finally:
                 generation.abort()
         text, calls = self._calls.finish()

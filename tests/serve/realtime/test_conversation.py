@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +13,10 @@ import numpy as np
 import pytest
 import trio
 
+from omni_actors.errors import InvalidRequest
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.realtime import response
 from omni_actors.serve.realtime.chat_messages import chat_messages, join_neighbours
 from omni_actors.serve.realtime.config import PCMU, ResponseParams, SessionConfig
 from omni_actors.serve.realtime.conversation import Conversation, Entry, has_open_question
@@ -33,6 +38,22 @@ def recorded(id: str, seconds: float, transcript: str | None = None) -> Entry:
 
 def ids(conversation: Conversation) -> list[str]:
     return [entry.item.id for entry in conversation.entries]
+
+
+@asynccontextmanager
+async def other_task() -> AsyncIterator[list[None]]:
+    """Run another task during the block. Yields a list that gets one entry at each of its steps."""
+    steps = list[None]()
+
+    async def step() -> None:
+        while True:
+            steps.append(None)
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(step)
+        yield steps
+        nursery.cancel_scope.cancel()
 
 
 def test_old_recordings_make_room_before_old_items_do() -> None:
@@ -143,7 +164,7 @@ async def test_a_call_whose_arguments_are_no_object_is_in_no_request(arguments: 
     assert [call["id"] for message in messages for call in message["tool_calls"]] == ["call_2"]
 
 
-def test_neighbours_of_one_role_are_joined() -> None:
+async def test_neighbours_of_one_role_are_joined() -> None:
     text, sound = {"type": "text", "text": "and"}, {"type": "audio", "index": 0}
     calls = [{"id": "one"}, {"id": "two"}]
     outputs = [{"role": "tool", "tool_call_id": each["id"], "content": "sunny"} for each in calls]
@@ -158,7 +179,7 @@ def test_neighbours_of_one_role_are_joined() -> None:
         {"role": "user", "content": [sound]},
     ]
     before = copy.deepcopy(messages)
-    assert join_neighbours(messages) == [
+    assert await join_neighbours(messages) == [
         {"role": "user", "content": "one\ntwo"},
         {"role": "assistant", "content": "hm", "tool_calls": calls},
         *outputs,
@@ -167,7 +188,57 @@ def test_neighbours_of_one_role_are_joined() -> None:
     ]
     assert messages == before
     last = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "assistant", "content": "it is"}]
-    assert join_neighbours(last) == last, "a text after a call stays after it"
+    assert await join_neighbours(last) == last, "a text after a call stays after it"
+
+
+@pytest.mark.parametrize("content", ["word " * 20, [{"type": "audio", "index": 0}] * 100], ids=["texts", "parts"])
+async def test_joining_messages_copies_each_of_them_a_few_times(content: Any) -> None:
+    """However many there are: what functions return, characters of texts and parts of lists, is counted."""
+    messages, copied = [{"role": "user", "content": content}] * 300, 0
+
+    def count(frame: Any, event: str, value: Any) -> None:
+        nonlocal copied
+        copied += len(value) if event == "return" and isinstance(value, str | list) else 0
+
+    sys.setprofile(count)
+    try:
+        [joined] = await join_neighbours(messages)
+    finally:
+        sys.setprofile(None)
+    size = 300 * len(content)
+    assert len(joined["content"]) >= size
+    assert copied < 5 * size, copied / size
+
+
+async def test_other_tasks_run_between_the_messages_that_are_joined() -> None:
+    messages = [{"role": role, "content": "text"} for _ in range(10) for role in ("user", "user", "assistant")]
+    async with other_task() as steps:
+        assert len(await join_neighbours(messages)) == 20
+    assert len(steps) >= 9  # the other task may run before or after this one at the last checkpoint
+
+
+async def test_a_conversation_that_is_too_long_is_halved_and_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, joins = list[int](), list[Any]()
+
+    def generate(messages: list[dict[str, Any]], *_: Any) -> Any:
+        tried.append(len(messages))
+        return SimpleNamespace(abort=lambda: None)
+
+    async def next_output(_: Any) -> None:
+        if tried[-1] > 2:
+            raise InvalidRequest("too long", param="messages", code="context_length_exceeded")
+
+    monkeypatch.setattr(response, "join_neighbours", joins.append)
+    system = SimpleNamespace(metrics=SimpleNamespace(speech=None))
+    pipeline: Any = SimpleNamespace(stages={}, name="any", transcribes=False, rate_limits=list, system=system)
+    pipeline.generate, pipeline.next_output = generate, next_output
+    config = SessionConfig(type="realtime", model="any", output_modalities=["text"])
+    settings = ResponseSettings(config, ResponseParams(), pipeline, {})
+    posted = list[str]()
+    outbox: Any = SimpleNamespace(post=lambda name, **fields: posted.append(name))
+    await Response(pipeline, outbox, None, settings=settings, entries=[Entry(QUESTION) for _ in range(8)]).run()
+    assert posted[-1] == "response.done"
+    assert (tried, joins) == ([8, 4, 2], [])
 
 
 async def test_a_response_leaves_out_the_calls_that_are_not_finished_when_it_begins() -> None:
@@ -178,9 +249,9 @@ async def test_a_response_leaves_out_the_calls_that_are_not_finished_when_it_beg
     entries = [called("whole"), called("cut"), called("streaming"), returned("output", "streaming")]
     entries[1].item.status, entries[2].item.status = "incomplete", "in_progress"
     outbox: Any = SimpleNamespace(post=lambda *_, **fields: None)
-    response = Response(pipeline, outbox, None, settings=settings, entries=entries)
+    begun = Response(pipeline, outbox, None, settings=settings, entries=entries)
     entries[2].item.status = "completed"
-    messages, _ = await chat_messages(response.entries, "", transcribed=True)
+    messages, _ = await chat_messages(begun.entries, "", transcribed=True)
     assert [message["tool_calls"][0]["id"] for message in messages] == ["of_whole"]
 
 
@@ -243,20 +314,11 @@ def test_the_text_of_an_item_counts_in_utf_8(item: Message | FunctionCall | Func
 
 
 async def test_other_tasks_run_between_the_recordings_of_a_request() -> None:
-    entries, steps = [recorded(str(n), 1) for n in range(10)], 0
-
-    async def step() -> None:
-        nonlocal steps
-        while True:
-            steps += 1
-            await trio.lowlevel.checkpoint()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(step)
+    entries = [recorded(str(n), 1) for n in range(10)]
+    async with other_task() as steps:
         _, clips = await chat_messages(entries, "", transcribed=False)
-        nursery.cancel_scope.cancel()
     assert len(clips) == 10
-    assert steps >= 9  # the other task may run before or after this one at the last checkpoint
+    assert len(steps) >= 9  # as where messages are joined
 
 
 def test_the_sum_of_the_bytes_follows_every_change_of_an_item() -> None:
