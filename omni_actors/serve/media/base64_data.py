@@ -34,7 +34,9 @@ async def to_base64_json(data: bytes) -> msgspec.Raw:
     for at in range(0, len(data), _PIECE_BYTES):
         await trio.lowlevel.checkpoint()
         pieces.append(base64.b64encode(data[at : at + _PIECE_BYTES]))
-    return msgspec.Raw(b"".join([*pieces, b'"']))
+    joined = msgspec.Raw(b"".join([*pieces, b'"']))
+    await trio.lowlevel.checkpoint()  # the caller will copy all of it again
+    return joined
 
 
 def to_base64(data: bytes) -> str:

@@ -25,7 +25,7 @@ from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.api.logprobs import chat_logprobs
 from omni_actors.serve.api.tools import NamedTool, ToolCall, ToolCallFilter, written_call
 from omni_actors.serve.media.audio import AudioEncoder
-from omni_actors.serve.media.base64_data import to_base64
+from omni_actors.serve.media.base64_data import to_base64, to_base64_json
 from omni_actors.serve.media.pictures import encoded
 from omni_actors.serve.routes.common import Completion
 from omni_actors.turns import SpokenAnswer
@@ -201,7 +201,7 @@ async def whole_response(completion: ChatCompletion, generations: Generations) -
             message["content"] = None
             message["audio"] = {
                 "id": completion.audio_id,
-                "data": to_base64(await completion.encoder.finish()),
+                "data": await to_base64_json(await completion.encoder.finish()),
                 "transcript": choice.text,
                 "expires_at": completion.created,
             }

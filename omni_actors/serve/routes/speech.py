@@ -22,7 +22,7 @@ from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.schemas import speaker_of, takes_parameter
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.audio import AudioEncoder
-from omni_actors.serve.media.base64_data import to_base64
+from omni_actors.serve.media.base64_data import to_base64_json
 from omni_actors.serve.media.tempo import TimeStretch
 from omni_actors.serve.routes.common import open_body
 
@@ -98,6 +98,6 @@ async def _chunks(generation: Generation, stretch: TimeStretch | None) -> AsyncG
 async def _events(generation: Generation, encoder: AudioEncoder, stretch: TimeStretch | None) -> responses.Pieces:
     """Yield OpenAI's events. An engine of speech counts no tokens, so the usage is 0."""
     async for data in _audio(generation, encoder, stretch):
-        yield responses.event({"type": "speech.audio.delta", "audio": to_base64(data)})
+        yield responses.event({"type": "speech.audio.delta", "audio": await to_base64_json(data)})
     usage = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
     yield responses.event({"type": "speech.audio.done", "usage": usage})
