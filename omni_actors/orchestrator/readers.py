@@ -100,7 +100,10 @@ class Readers:
         self._apply(request, self.unread.close(request.account, trio.current_time()))
 
     def make_room(self) -> bool:
-        """End the request with the slowest reader to make room for another one. Return whether there was one."""
+        """End the request with the slowest reader to make room for another one. Return whether there was one.
+
+        A request whose reader is paced is not ended: it may be slow although its client takes everything at once.
+        """
         account = self.unread.slowest(trio.current_time())
         if account is not None:
             self._cut(self._requests[account], self.slow_consumer(self._requests[account], "max_requests"))

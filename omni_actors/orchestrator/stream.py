@@ -33,12 +33,15 @@ class OutputStream:
         """End the request now, in every stage, and drop its unread output. Does nothing when all output is read."""
         self._abort(self.request)
 
-    def relay(self, *, whole: bool) -> None:
+    def relay(self, *, whole: bool, paced: bool = False) -> None:
         """Declare, before the first piece is read, that this reader relays output to a connection or a file.
 
-        whole: whether it collects the whole answer first (``ReaderKind``).
+        Args:
+            whole: Whether it collects the whole answer first (``ReaderKind``).
+            paced: Whether it reads a stream at a pace of its own. Such a request is not ended to make room for another
+                one while its stages wait for the reader.
         """
-        self.request.account.reader = "whole" if whole else "stream"
+        self.request.account.reader = "whole" if whole else "paced" if paced else "stream"
 
     @property
     def undelivered_bytes(self) -> int:

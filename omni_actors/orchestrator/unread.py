@@ -14,12 +14,16 @@ Rules
    unread. The reader's rate is measured from the beginning of that wait. A connection that reads less than
    ``read_bytes_s`` on average, after ``RATE_GRACE_S``, is too slow. The undelivered piece of a stream counts as read;
    of a whole answer, only the part that was sent does.
-5. This module does no I/O and has no clock: ``now`` is an argument, in seconds of one clock.
+5. A request that waits for its reader may be ended to make room for another one, unless its reader is paced: then it
+   waits for the pace that the reader has chosen, whatever its client does. It still counts as slow for rule 4 and when
+   the total is exceeded.
+6. This module does no I/O and has no clock: ``now`` is an argument, in seconds of one clock.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -33,11 +37,12 @@ ROOM_GRACE_S = 2.0
 """The time that a request waits for its reader before it may be ended to make room for another request."""
 
 
-ReaderKind: TypeAlias = Literal["caller", "stream", "whole"]
+ReaderKind: TypeAlias = Literal["caller", "stream", "paced", "whole"]
 """How output passes from a request's reader to the client.
 
 caller: the reader is a caller of the library, and so the client itself.
 stream: the reader passes each piece to a connection before it asks for the next one.
+paced: as stream, at a pace of the reader's own, which may be slower than what the connection accepts.
 whole: the reader collects the whole answer before it passes anything to a connection.
 """
 
@@ -174,14 +179,17 @@ class Unread:
         taken = account.delivered + (0 if account.reader == "whole" else account.undelivered)
         return account.waiting_since + max(RATE_GRACE_S, taken / self._read_bytes_s)
 
-    def slowest(self, now: float, grace_s: float = ROOM_GRACE_S) -> Account | None:
-        """Return the account with the slowest reader among those that have waited for at least ``grace_s``."""
-        waiting = [account for account in self._waiting if account.waited_s(now) >= grace_s]
-        return min(waiting, key=lambda account: (account.rate(now), -account.charged), default=None)
+    def slowest(self, now: float) -> Account | None:
+        """Return the account to close to make room: the slowest reader's among those that have waited for long enough.
+
+        That is ``ROOM_GRACE_S``. Paced readers are left out (rule 5).
+        """
+        waiting = [each for each in self._waiting if each.waited_s(now) >= ROOM_GRACE_S and each.reader != "paced"]
+        return _slowest(waiting, now)
 
     def victim(self, now: float) -> Account:
         """Return the account to close when the total is exceeded: the slowest reader's, or else the largest."""
-        return self.slowest(now, 0.0) or max(self._accounts, key=lambda account: account.charged)
+        return _slowest(self._waiting, now) or max(self._accounts, key=lambda account: account.charged)
 
     # Internal.
 
@@ -240,6 +248,10 @@ class Unread:
             return self._under_pressure and account is not self._running and account.charged > SMALL_BYTES
         limit = min(self._window_bytes, SMALL_BYTES) if self._under_pressure else self._window_bytes
         return account.charged > (limit // 2 if account.paused else limit)
+
+
+def _slowest(accounts: Iterable[Account], now: float) -> Account | None:
+    return min(accounts, key=lambda account: (account.rate(now), -account.charged), default=None)
 
 
 def _keep_if_large(accounts: dict[Account, None], account: Account) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -169,6 +170,22 @@ def test_a_complete_answer_waits_for_its_reader_without_a_full_window(unread: Un
     assert unread.slowest(1.0 + ROOM_GRACE_S) is account
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_paced_reader_is_not_ended_to_make_room_and_is_bounded_in_all_else(unread: Unread, is_over: bool) -> None:
+    paced, stream = opened(unread, 1, "paced") + opened(unread, 1, "stream")
+    assert unread.arrive(paced, 300 * KIB, 0.0) == [paced], "it has a window"
+    if is_over:
+        unread.end(paced, 0.0)
+    assert unread.slowest(ROOM_GRACE_S) is None
+    unread.arrive(stream, 300 * KIB, ROOM_GRACE_S)
+    unread.read(stream, 1 * KIB, ROOM_GRACE_S)
+    unread.ask(stream, ROOM_GRACE_S)
+    assert unread.slowest(2 * ROOM_GRACE_S) is stream, "though it is the faster one"
+    assert unread.victim(2 * ROOM_GRACE_S) is paced, "memory is bounded"
+    paced.sending = True
+    assert unread.too_slow_at(paced) == RATE_GRACE_S, "a connection that takes nothing is too slow"
+
+
 def test_past_the_total_the_largest_small_request_ends() -> None:
     unread = Unread(Limits(unread_bytes=1000))
     accounts = opened(unread, 3)
@@ -193,7 +210,9 @@ def test_closing_an_account_twice_frees_its_charge_once(unread: Unread) -> None:
 def test_counts_equal_a_recount_and_one_whole_answer_always_runs(data: st.DataObject) -> None:
     """In any order of events, at least one of the unfinished whole answers is not paused."""
     unread = Unread(Limits(window_bytes=128 * KIB, unread_bytes=1024 * KIB))
-    accounts = opened(unread, 3) + opened(unread, 2, "stream") + opened(unread, 3, "whole")
+    accounts = [
+        account for reader in get_args(ReaderKind) for account in opened(unread, 3 if reader == "whole" else 2, reader)
+    ]
     for now in range(data.draw(st.integers(0, 40))):
         account = data.draw(st.sampled_from(accounts))
         match data.draw(st.sampled_from(("arrive", "read", "ask", "end", "close"))):
@@ -212,13 +231,15 @@ def test_counts_equal_a_recount_and_one_whole_answer_always_runs(data: st.DataOb
         large = [account for account in accounts if account.charged > SMALL_BYTES]
         assert unread.places == sum(account.ended for account in large)
         waiting = [account for account in large if account.waiting_since is not None]
-        assert (slowest := unread.slowest(now + ROOM_GRACE_S)) in (waiting or [None])
-        assert slowest is None or slowest.rate(now) == min(account.rate(now) for account in waiting)
+        unpaced = [account for account in waiting if account.reader != "paced"]
+        assert (slowest := unread.slowest(now + ROOM_GRACE_S)) in (unpaced or [None])
+        assert slowest is None or slowest.rate(now) == min(account.rate(now) for account in unpaced)
         running = [account for account in accounts if account.reader == "whole" and not account.ended]
         assert not running or not all(account.paused for account in running)
         assert all(account.charged > 0 for account in accounts if account.paused)
         if not accounts:
             return
+        assert unread.victim(now) in (waiting or accounts)
 
 
 def test_under_pressure_a_piece_changes_no_account_but_its_own(unread: Unread, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,9 +76,12 @@ class SessionPipeline:
         return self._paced(generation)
 
     def _paced(self, generation: Generation) -> Generation:
-        """Prepare a request whose sound leaves at the pace of speech: its stages wait for the reader."""
+        """Prepare a request whose sound leaves at the pace of speech: its stages wait for the reader.
+
+        That is no slowness of the client, so the request is not ended to make room for another one.
+        """
         generation.played_at = None
-        generation.stream.relay(whole=False)
+        generation.stream.relay(whole=False, paced=True)
         return generation
 
     async def next_output(self, generation: Generation) -> Output | None:

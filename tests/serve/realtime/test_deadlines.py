@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import trio
 from starlette.websockets import WebSocket
+from trio.testing import MockClock
 
 from omni_actors import OmniSystem
+from omni_actors.errors import Overloaded
+from omni_actors.orchestrator.unread import ROOM_GRACE_S
 from omni_actors.serve.realtime import response as response_module
 from omni_actors.serve.realtime.config import ResponseParams, SessionConfig
 from omni_actors.serve.realtime.conversation import Entry
@@ -20,6 +23,9 @@ from omni_actors.serve.realtime.outbox import Outbox
 from omni_actors.serve.realtime.pipeline import SessionPipeline
 from omni_actors.serve.realtime.response import Response
 from omni_actors.serve.realtime.response_settings import ResponseSettings
+from omni_actors.stress.simulation.spawner import SimulatedSpawner
+from omni_actors.stress.simulation.worker import WorkerBehavior
+from tests.support.simulated_system import until
 
 CONFIG = """\
 name: speaker
@@ -33,22 +39,28 @@ stages:
     inputs: [mind]
     emits: audio
     ring_bytes: 16384
-    options: {step_s: 0.02}
+    options: {step_s: STEP_S}
 """
 
 
-async def answer(tmp_path: Path, text: str, *, mouths: int = 1, limits: str = "{deadline_s: 0.5}") -> dict[str, Any]:
-    """Have a text answered aloud, as it is, by so many replicas of the mouth. Return the finished response."""
+def speaker(tmp_path: Path, *, mouths: int = 1, limits: str = "{deadline_s: 0.5}", step_s: float = 0.02) -> Path:
+    """Write the pipeline's file, with so many replicas of the mouth. Return its path."""
+    file = tmp_path / "speaker.yaml"
+    config = CONFIG.replace("REPLICAS", str(mouths)).replace("LIMITS", limits).replace("STEP_S", str(step_s))
+    file.write_text(config)
+    return file
+
+
+async def respond(omni: OmniSystem, text: str) -> dict[str, Any]:
+    """Have a text answered aloud, as it is. The client takes every event at once. Return the finished response."""
     events: list[dict[str, Any]] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:
         events.append(json.loads(message["text"]))
 
-    file = tmp_path / "speaker.yaml"
-    file.write_text(CONFIG.replace("REPLICAS", str(mouths)).replace("LIMITS", limits))
     websocket = WebSocket({"type": "websocket"}, trio.sleep_forever, send)
     websocket.application_state = websocket.application_state.CONNECTED
-    async with OmniSystem.open(file) as omni, trio.open_nursery() as nursery:
+    async with trio.open_nursery() as nursery:
         outbox = Outbox(websocket)
         nursery.start_soon(outbox.run)
         config = SessionConfig(type="realtime", model="any", output_modalities=["audio"])
@@ -60,6 +72,12 @@ async def answer(tmp_path: Path, text: str, *, mouths: int = 1, limits: str = "{
         nursery.cancel_scope.cancel()
     done: dict[str, Any] = events[-1]["response"]
     return done
+
+
+async def answer(tmp_path: Path, text: str, **settings: Any) -> dict[str, Any]:
+    """Have a text answered aloud by real workers. settings: see ``speaker``."""
+    async with OmniSystem.open(speaker(tmp_path, **settings)) as omni:
+        return await respond(omni, text)
 
 
 async def test_speech_may_last_longer_than_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +99,32 @@ async def test_stages_wait_while_speech_is_played(tmp_path: Path, monkeypatch: p
 async def test_a_pipeline_that_makes_no_sound_in_time_fails_the_response(tmp_path: Path) -> None:
     done = await answer(tmp_path, "word", mouths=0)
     assert (done["status"], done["status_details"]["error"]["code"]) == ("failed", "deadline_exceeded")
+
+
+async def test_a_full_system_refuses_a_request_and_ends_no_spoken_answer_that_waits_for_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """First its stages wait because sound that may not leave yet fills the window; then all of it is computed."""
+    monkeypatch.setattr(response_module, "QUEUED_CHUNKS", 2)
+    file = speaker(tmp_path, limits="{max_requests: 1, window_bytes: 400_000}", step_s=0.0)
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(turn_s=0.001), lambda line: None)
+    done: dict[str, Any] = {}
+
+    async def run() -> None:
+        done.update(await respond(omni, "word " * 200))
+
+    async with OmniSystem.open(file, spawner=spawner) as omni:
+        gauge = omni.metrics.registry.get_sample_value
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            await until(lambda: gauge("omni_requests_paused") == 1)
+            await trio.sleep(ROOM_GRACE_S + 0.1)
+            assert gauge("omni_requests_paused") == 1
+            with pytest.raises(Overloaded):
+                omni.generate("another")
+            await until(lambda: omni._orchestrator.readers.unread.places == 1)
+            await trio.sleep(ROOM_GRACE_S + 0.1)
+            assert omni.in_flight == 1
+            with pytest.raises(Overloaded):
+                omni.generate("another")
+    assert done["status"] == "completed", done["status_details"]
