@@ -22,6 +22,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,12 +186,17 @@ async def _count(driver: Driver, count: _Count, for_s: float) -> None:
 
 
 async def _sample(omni: OmniSystem, soaked: Soak) -> None:
-    """Record the resident memory of this process and of the spared stage's workers once a second, until cancelled."""
+    """Record the resident memory of this process and of the spared stage's workers once a second, until cancelled.
+
+    Health may still name a worker that has ended. It is skipped: its process is gone, or a zombie, which has no memory.
+    """
     began, spared = time.monotonic(), soaked.spared
     while True:
         workers = {f"{spared}.{each.replica}": each.pid for each in omni.health().stages[spared] if each.pid}
         for name, pid in {"parent": os.getpid(), **workers}.items():
-            soaked.sizes.setdefault(name, array("d")).extend((time.monotonic() - began, resident(pid)))
+            with suppress(OSError):
+                if size := resident(pid):
+                    soaked.sizes.setdefault(name, array("d")).extend((time.monotonic() - began, size))
         await trio.sleep(1)
 
 

@@ -1,15 +1,19 @@
-"""The table's arithmetic."""
+"""The table's arithmetic, and the samples of a soak."""
 
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+from types import SimpleNamespace
 
 import pytest
+import trio
 
 from omni_actors.stress.judge import Violation
 from omni_actors.stress.report import Row, Tally, Timing, percentile
-from omni_actors.stress.soak import Slope, slope
+from omni_actors.stress.soak import Slope, Soak, _sample, slope
 
 
 def test_a_percentile_is_a_measured_value() -> None:
@@ -79,3 +83,21 @@ def test_a_heap_that_levels_off_has_no_slope_in_the_second_half() -> None:
 def test_no_slope_of_two_samples() -> None:
     assert math.isnan(slope([(0.0, 1.0), (1.0, 2.0)]).per_minute)
     assert slope([(float(n), 60.0 * n) for n in range(10)]).per_minute == pytest.approx(3600)
+
+
+def test_a_soak_skips_a_worker_that_has_ended_and_that_health_still_names() -> None:
+    with subprocess.Popen(["true"]) as reaped, subprocess.Popen(["true"]) as zombie:
+        reaped.wait()
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)  # it is not reaped before the block is left
+        pids = enumerate((reaped.pid, zombie.pid, os.getpid()))
+        health = SimpleNamespace(stages={"spared": [SimpleNamespace(replica=number, pid=pid) for number, pid in pids]})
+        soaked = Soak(1.0, "spared")
+
+        async def look_once() -> None:
+            with trio.CancelScope() as scope:
+                scope.cancel()  # takes effect at the first wait
+                await _sample(SimpleNamespace(health=lambda: health), soaked)
+
+        trio.run(look_once)
+    assert sorted(soaked.rss) == ["parent", "spared.2"]
+    assert all(size > 0 for [(_, size)] in soaked.rss.values())
