@@ -124,7 +124,8 @@ class RayAgents:
             await self.connect()
         except RayUnavailable as error:
             return AgentEnd(False, str(error))
-        at = self._nodes[node]
+        if (at := self._nodes.get(node)) is None:  # forgotten while the helper was started
+            return AgentEnd(False, "its node has left Ray")
         send, receive = trio.open_memory_channel[Ended](1)
         self._ends[settings.number] = send
         try:

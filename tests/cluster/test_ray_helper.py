@@ -134,6 +134,21 @@ async def test_a_node_that_joins_later_is_taken_in_and_one_that_has_left_is_repo
             assert [node.name for node in ray.nodes] == ["a", "b-2"]
 
 
+async def test_an_agent_is_not_started_on_a_node_that_is_forgotten_while_its_helper_is_started(
+    helper: ScriptedHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_nodes, "GONE_S", 0.0)
+    first = msgspec.structs.replace(NODE, node_id="2", name="b", is_parents=False)
+    helper.write(say(Started([NODE, first])))  # it ends at once
+    with trio.fail_after(WATCHDOG_S):
+        async with open_ray(ADDRESS) as ray:
+            ray.on_found = lambda gone: [ray.forget(name) for name in gone if name == "b"]
+            await until(lambda: ray._process is None)
+            helper.write(say(Found([NODE])), say(Started([NODE])), "read end")
+            assert await ray.run("b", settings(1)) == (False, "its node has left Ray")
+            assert [node.name for node in ray.nodes] == ["a"]
+
+
 async def test_a_helper_that_has_ended_is_replaced_so_that_later_nodes_are_seen(
     helper: ScriptedHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
