@@ -34,6 +34,7 @@ class SendingLink(Link):
         """For each buffer, the frame that it is the last part of."""
         self._finished = False
         self._ending = False
+        """Whether the end mark was appended: no more records follow."""
         self._was_heard = True
         """Whether the receiving end was heard since the last check. It has said that the link is open."""
         self._missed = 0
@@ -137,7 +138,7 @@ class SendingLink(Link):
         """Read what the receiving end sends. Returns whether the link has ended."""
         while self.readable and (count := self._receive([self._ear])) is not None:
             if not count:
-                if not self._finished:
+                if not self._ending or self._buffers:  # the end mark was not sent: not ``_finished``, which may be due
                     raise LinkBroken("the other node closed the connection")
                 self._end()
                 return True

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import random
+import select
+import socket
 import threading
 
 import pytest
 
+from omni_actors.cluster import sending
+from omni_actors.cluster.channel import Channel
+from omni_actors.cluster.link import HEADER
 from omni_actors.cluster.pump import PumpStopped
-from ringbuf import RingClosed
+from omni_actors.cluster.receiving import ReceivingLink
+from omni_actors.cluster.sending import SendingLink
+from ringbuf import Ring, RingClosed
 from tests.cluster.linked_rings import WATCHDOG_S, LinkedRings, linked_rings, open_pump
 
 
@@ -68,6 +75,41 @@ def test_the_end_of_the_producer_follows_its_last_record() -> None:
             assert frame.data == b"last"
         with pytest.raises(RingClosed, match="producer"):
             rings.consumer.recv(WATCHDOG_S)
+
+
+def test_a_link_ends_that_the_other_node_closes_right_after_a_turn_filled_by_the_end_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "TURN_BYTES", len(b"a record") + HEADER.size + 1)
+    near, far = Ring.create(4096), Ring.create(4096)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialed, accepted = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    sender = SendingLink(7, near.claim_consumer(), accepted.getsockname())
+    receiver = ReceivingLink(7, far.claim_producer())
+    producer = near.claim_producer()
+    producer.send(b"a record")
+    producer.close()
+    try:
+        sender.open(Channel(dialed))
+        receiver.open(Channel(accepted))
+        assert sender.step(), "the turn is over before all that the end asks for was done"
+        while receiver.state == "open":
+            receiver.readable = wait(accepted, select.POLLIN)
+            receiver.step()
+        sender.readable = sender.hung_up = wait(dialed, select.POLLRDHUP)
+        assert not sender.step()
+        assert (sender.state, receiver.state, receiver.records) == ("ended", "ended", 1)
+    finally:
+        for each in (sender, receiver, near, far):
+            each.close()
+
+
+def wait(connection: socket.socket, event: int) -> bool:
+    """Wait for an event of a connection. Return True."""
+    poll = select.poll()
+    poll.register(connection, event)
+    assert poll.poll(WATCHDOG_S * 1000)
+    return True
 
 
 def test_the_end_of_the_consumer_reaches_the_producer() -> None:
