@@ -129,12 +129,10 @@ class SpokenAnswer:
         """
         if sentence.text is None:
             return after, len(self._text)
-        letters = [re.escape(character) for character in sentence.text if character.isalnum()]
-        found = re.compile(r"[\W_]*".join(letters)).search(self._text, after) if letters else None
-        if found is None:
+        if (found := _find(self._text, after, sentence.text)) is None:
             return after, after
-        start = max((space.end() for space in _SPACE.finditer(self._text, after, found.start())), default=after)
-        end = _SPACE.search(self._text, found.end())
+        start = max((space.end() for space in _SPACE.finditer(self._text, after, found[0])), default=after)
+        end = _SPACE.search(self._text, found[1])
         return start, len(self._text) if end is None else end.start()
 
     def _heard_of(self, sentence: _Sentence, text: str, played: int, rate: float | None) -> int:
@@ -153,6 +151,25 @@ class SpokenAnswer:
         middles = (np.cumsum(lengths) - lengths / 2) / lengths.sum() * total
         count = int(np.searchsorted(middles, self._audible_in(sentence, played), side="right"))
         return words[count - 1].end() if count else 0
+
+
+def _find(text: str, after: int, sentence: str) -> tuple[int, int] | None:
+    """Return where the letters and digits of a sentence are in a text first, from ``after`` on; None: nowhere.
+
+    A sentence is mostly near, so an ever larger part is searched. The cost grows with the length of the text alone.
+    """
+    wanted = "".join(filter(str.isalnum, sentence))
+    size = 2 * len(sentence)
+    while wanted:
+        part = text[after : after + size]
+        at = "".join(filter(str.isalnum, part)).find(wanted)
+        if at >= 0:
+            places = [place for place, character in enumerate(part, after) if character.isalnum()]
+            return places[at], places[at + len(wanted) - 1] + 1
+        if after + size >= len(text):
+            break
+        size *= 4
+    return None
 
 
 def _letters(text: str) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.turns import SpokenAnswer
+from omni_actors.turns.heard import _find
 
 RATE = 24_000
 
@@ -132,6 +136,24 @@ def test_what_was_heard_does_not_depend_on_earlier_questions(
         if is_finished:
             answer.finish()
     assert [often.heard(at) for at in asked] == [once.heard(at) for at in asked]
+
+
+@given(text=st.text("ab,_é1² ", max_size=60), after=st.integers(0, 60), sentence=st.text("ab,_é1² ", max_size=5))
+def test_a_sentence_is_where_its_letters_and_digits_are_first(text: str, after: int, sentence: str) -> None:
+    letters = [re.escape(character) for character in sentence if character.isalnum()]
+    found = re.compile(r"[\W_]*".join(letters)).search(text, after) if letters else None
+    assert _find(text, after, sentence) == (None if found is None else found.span())
+
+
+@pytest.mark.perf
+def test_a_long_sentence_that_is_not_in_a_repetitive_text_is_missed_soon() -> None:
+    """A search that compares the sentence at each place takes about 0.1 s of CPU time."""
+    answer = SpokenAnswer()
+    answer.add_text("na " * 13_000)
+    answer.add_sound(loud(1), RATE, "na " * 149 + "xy")
+    began = time.thread_time()
+    assert answer.heard(500) == ""
+    assert time.thread_time() - began < 0.05
 
 
 @pytest.mark.voice
