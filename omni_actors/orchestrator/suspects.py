@@ -10,6 +10,7 @@ Rules
    Without replays and without a quarantine there are no suspects either.
 5. When suspects are cleared or end, however many in one turn of the event loop, all waiting requests are looked at
    once, in the next turn. So the end of a unit of many requests takes time in proportion to their number.
+6. While generation is paused with "keep", workers make no steps, so no probation ends. Afterwards each begins again.
 """
 
 from __future__ import annotations
