@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 
-from omni_actors.errors import CallError, RequestError
+from omni_actors.errors import CallError, OmniError, RequestError, StageFailed, SystemClosed
 from omni_actors.serve.access.admission import AdmissionControl, AdmissionTicket
 from omni_actors.serve.access.gate import RequestGate
 from omni_actors.serve.access.origins import OriginCheck
@@ -237,8 +237,10 @@ def _starlette(operations: Mapping[str, admin.Operation], sessions: realtime.Rea
             HTTPError: _refusal,
             RequestError: _refusal,
             CallError: _refusal,
+            StageFailed: _refusal,
+            SystemClosed: _refusal,
             HTTPException: _routing_error,
-            Exception: lambda *_: internal_error().response(),
+            Exception: _internal_error,
         },
     )
     app.router.redirect_slashes = False
@@ -259,16 +261,23 @@ def summary_of(function: Callable[..., object]) -> str:
     return (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
 
 
-def _refusal(request: Request, error: Exception) -> Response:
+# Handlers of exceptions are asynchronous: Starlette runs others in threads, for which a refusal would have to wait.
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
     """Return the response to an error that a handler has raised."""
     forget_frames(error)
     if isinstance(error, HTTPError):
         return error.response()
-    assert isinstance(error, RequestError | CallError)
+    assert isinstance(error, OmniError)
     return to_http_error(error).response()
 
 
-def _routing_error(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return internal_error().response()
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
     """Return the response to an unknown path, or to a method that a path does not have."""
     assert isinstance(error, HTTPException)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")

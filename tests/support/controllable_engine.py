@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from omni_actors.stages.base import InvalidRequest, StageContext
 from omni_actors.stages.echo.engine import EchoEngine
 
@@ -55,6 +57,15 @@ class ControllableEcho(EchoEngine):
 
     def _crash(self) -> Any:
         raise RuntimeError("the call asked for a crash")
+
+
+class BrittleEcho(ControllableEcho):
+    """Loads only while the file of its option ``needs`` exists."""
+
+    def __init__(self, context: StageContext) -> None:
+        options = dict(context.options)
+        Path(options.pop("needs")).read_text()
+        super().__init__(msgspec.structs.replace(context, options=options))
 
 
 class SleepingEcho(ControllableEcho):

@@ -19,6 +19,8 @@ _STATUSES: dict[type[errors.OmniError], tuple[int, str]] = {
     errors.SlowConsumer: (400, "slow_consumer"),
     errors.StageUnavailable: (503, "stage_unavailable"),
     errors.StageAsleep: (503, "stage_asleep"),
+    errors.StageFailed: (503, "stage_failed"),
+    errors.SystemClosed: (503, "closed"),
     errors.StageCrashed: (500, "stage_crashed"),
     errors.Quarantined: (422, "quarantined"),
     errors.DeadlineExceeded: (504, "deadline_exceeded"),

@@ -22,6 +22,16 @@ stages:
   plain: {engine: "tests.support.served_engines:Speaker", accepts: [script], emits: audio}
 """
 
+BRITTLE = """\
+name: brittle
+stages:
+  mind:
+    engine: "tests.support.controllable_engine:BrittleEcho"
+    options: {{needs: {}}}
+    accepts: [messages]
+    emits: text
+"""
+
 
 @pytest.fixture(scope="module")
 def controlled(start: Start) -> Iterator[Server]:
@@ -128,6 +138,17 @@ def test_a_stage_is_scaled(controlled: Server) -> None:
     assert (scaled["stage"], scaled["before"], scaled["after"]) == ("mind", 1, 2)
     assert 'omni_stage_replicas_ready{stage="mind"} 2.0' in controlled.http.get("/metrics").text
     assert controlled.http.post("/scale?stage=mind&replicas=1&drain_s=1").json()["result"]["after"] == 1
+
+
+def test_a_replica_that_cannot_load_is_an_error_with_its_own_code(start: Start, tmp_path: Path) -> None:
+    needed = tmp_path / "weights"
+    needed.touch()
+    with start("--enable-admin", config=BRITTLE.format(needed), api_key="sesame") as server:
+        server.http.headers["authorization"] = "Bearer sesame"
+        needed.unlink()
+        answer = server.http.post("/scale", json={"stage": "mind", "replicas": 2})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stage_failed")
+        assert 'omni_stage_replicas_ready{stage="mind"} 1.0' in server.http.get("/metrics").text
 
 
 @pytest.mark.parametrize(("session", "status"), [("s" * 256, 200), ("s" * 257, 400)])
