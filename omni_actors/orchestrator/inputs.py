@@ -232,10 +232,12 @@ class InputMover:
             self._note_sent(request)
 
     def _note_sent(self, request: Request) -> None:
-        if request.on_failure == "fail" or request.input.evicting:
+        if request.on_failure == "fail" or request.input.evicting is not None:
             entries = {stage: request.replay_state.stages[stage] for stage in request.route.entries}
             if not any(state.starts_again for state in entries.values()):
-                request.input.drop_sent([name for name, state in entries.items() if state.held], self._retained)
+                held = [name for name, state in entries.items() if state.held]
+                if request.input.drop_sent(held, self._retained):
+                    request.replay_state.input_evicted = request.input.evicting
         request.input.recheck()
 
     @trio.lowlevel.enable_ki_protection
@@ -284,9 +286,7 @@ class InputMover:
         assert request.live_fingerprint is not None, "the input is live"
         size = request.live_fingerprint.add(kind, piece)
         self._require_admissible(request)
-        evicted = request.input.append(kind, piece, size + OVERHEAD_BYTES, self._retained)
-        if evicted is not None:
-            request.replay_state.input_evicted = evicted
+        request.input.append(kind, piece, size + OVERHEAD_BYTES, self._retained)
         self.send(request)
 
     async def _until_taken(self, request: Request) -> None:

@@ -81,8 +81,8 @@ class RequestInput:
         """Whether some live input has arrived."""
         self._retained = 0
         """The sum of the bytes in ``_log``."""
-        self.evicting = False
-        """Whether pieces of live input are not kept for a replay, because of a bound."""
+        self.evicting: str | None = None
+        """Why pieces of live input are not kept for a replay, once a bound is exceeded."""
         self._due = dict[str, None]()
         """The stages that may lack pieces that have arrived."""
         self._reading = {kind: trio.CancelScope() for kind in self.segments}
@@ -91,23 +91,20 @@ class RequestInput:
 
     # Arrival
 
-    def append(self, kind: str, piece: Input, size: int, all_retained: RetainedInput) -> str | None:
-        """Add a piece of live input that has arrived. size: in bytes. Return why input is evicted, if that begins."""
+    def append(self, kind: str, piece: Input, size: int, all_retained: RetainedInput) -> None:
+        """Add a piece of live input that has arrived. size: in bytes."""
         self.live_arrived = True
         self._log.append((kind, piece, size))
         self._retained += size
         all_retained.nbytes += size
         self.make_due(stage for stage, kinds in self._entries.items() if kind in kinds)
-        limits = all_retained.limits
-        if self.evicting:
-            return None
+        limits, most = all_retained.limits, all_retained.limits.worker_retain_bytes
+        if self.evicting is not None:
+            return
         if self._retained > limits.retain_bytes:
-            self.evicting = True
-            return f"more than {limits.retain_bytes} bytes of its input have arrived (limits.retain_bytes)"
-        if all_retained.nbytes > limits.worker_retain_bytes:
-            self.evicting = True
-            return f"the input of all requests exceeds {limits.worker_retain_bytes} bytes (limits.worker_retain_bytes)"
-        return None
+            self.evicting = f"more than {limits.retain_bytes} bytes of its input have arrived (limits.retain_bytes)"
+        elif all_retained.nbytes > most:
+            self.evicting = f"the input of all requests exceeds {most} bytes (limits.worker_retain_bytes)"
 
     def end(self, kind: str) -> None:
         """Record that live input of a kind has ended."""
@@ -174,11 +171,12 @@ class RequestInput:
 
     # Memory
 
-    def drop_sent(self, stages: Iterable[str], all_retained: RetainedInput) -> None:
-        """Drop the pieces that each of ``stages`` was sent."""
+    def drop_sent(self, stages: Iterable[str], all_retained: RetainedInput) -> bool:
+        """Drop the pieces that each of ``stages`` was sent. Return whether some are not kept any more."""
         least = min((self._cursors[stage].position for stage in stages), default=0)
         if least > self._dropped:
             self._drop(least - self._dropped, all_retained)
+        return self._dropped > 0
 
     def close(self, all_retained: RetainedInput) -> None:
         """Send nothing more and read nothing more. The iterators are closed; nothing is kept."""

@@ -10,7 +10,8 @@ Rules
    Without replays and without a quarantine there are no suspects either.
 5. When suspects are cleared or end, however many in one turn of the event loop, all waiting requests are looked at
    once, in the next turn. So the end of a unit of many requests takes time in proportion to their number.
-6. While generation is paused with "keep", workers make no steps, so no probation ends. Afterwards each begins again.
+6. While generation is paused with "keep", workers make no steps. So no probation ends, and neither does a wait of a
+   suspect or a drain. Afterwards each probation begins again, and what was left of the others goes on.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Suspects:
         self._limits, self._dispatcher, self._end = limits, dispatcher, end
         self._placement, self._trials = dispatcher.placement, dispatcher.trials
         self._quarantine = Quarantine(limits.quarantine_s)
-        self.frozen = False
-        """Whether workers make no steps. A probation that passes meanwhile proves nothing."""
+        self._frozen_since: float | None = None
+        """When workers began to make no steps; None: they make some."""
         self._changed = trio.lowlevel.ParkingLot()
         self._have_left = False
         """Whether suspects were cleared or have ended since the waiting requests were last looked at."""
@@ -121,13 +122,22 @@ class Suspects:
                     self._trials.note_use(stage, request, trio.current_time())
             self._changed.unpark_all()
 
+    @property
+    def frozen(self) -> bool:
+        """Whether workers make no steps (rule 6)."""
+        return self._frozen_since is not None
+
     def set_frozen(self, *, frozen: bool) -> None:
-        """Handle that workers make no steps, or make them again: then each probation begins again."""
-        if self.frozen and not frozen:
+        """Handle that workers make no steps, or make them again (rule 6)."""
+        now = trio.current_time()
+        if self._frozen_since is None:
+            self._frozen_since = now if frozen else None
+        elif not frozen:
+            self._trials.put_off(now - self._frozen_since, now)
             for address, group in self._trials.running.items():
                 if group.on_trial:
-                    self._trials.begin(group, address, trio.current_time(), alone=group.is_alone)
-        self.frozen = frozen
+                    self._trials.begin(group, address, now, alone=group.is_alone)
+            self._frozen_since = None
 
     def worker_died(self, address: Address, exit: WorkerExit, failed_request: int | None) -> bool:
         """Find the suspects of a death. Return whether the death counts against the restart intensity."""
@@ -218,7 +228,8 @@ class Suspects:
 
     def _try(self, stage: str) -> None:
         """Begin the next trial of a stage, or the drain that it needs, or end a culprit that cannot be tried."""
-        now, serving = trio.current_time(), [each.address for each in self._placement.serving(stage)]
+        now = trio.current_time() if self._frozen_since is None else self._frozen_since
+        serving = [each.address for each in self._placement.serving(stage)]
         draining = self._trials.draining(stage)
         if not serving or (draining is None and not self._trials.is_due(stage, now)):
             return  # before all requests are looked at

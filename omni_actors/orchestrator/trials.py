@@ -351,6 +351,15 @@ class Trials:
         group.ends_at = now + min(LONGEST_PROBATION_S, PROBATION_S * 2.0 ** (group.suspected_deaths - 1))
         self.running[address] = group
 
+    def put_off(self, seconds: float, now: float) -> None:
+        """Let the waits and the drains end later, because workers made no steps for so long, until now."""
+        for group in self.groups:
+            group.since = min(now, group.since + seconds)
+            if not group.on_trial:
+                group.ends_at += seconds
+        for stage, since in self.serving_since.items():
+            self.serving_since[stage] = min(now, since + seconds)
+
     def clear_expired(self, last_pong_at: Callable[[Address], float]) -> bool:
         """Clear the groups whose probation is over. Return whether there were any.
 

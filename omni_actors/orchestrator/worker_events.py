@@ -122,12 +122,9 @@ class WorkerEvents:
         self._dispatcher.keep_checkpoint(address, request, memory_fd)
 
     def on_output(self, address: messages.Address, data: memoryview) -> None:
-        """Copy a chunk for the client.
-
-        Raises ringbuf.RingError if it cannot be decoded or is out of sequence, MemoryError.
-        """
-        payload, stage = memoryview(bytearray(data)), address.stage
-        header, tensors = chunks.decode(payload)
+        """Take a chunk for the client. Raises ringbuf.RingError if it cannot be decoded or is out of sequence."""
+        stage = address.stage
+        header, tensors = chunks.decode(data)
         if header.source != stage:
             raise chunks.ChunkCorrupted(f"a chunk of {address} names the stage {header.source!r}")
         request = self._dispatcher.dispatched.get(header.request)
@@ -147,7 +144,7 @@ class WorkerEvents:
             return
         request.replay_state.output_arrived(stage, last=header.last)
         request.lifecycle.advance(Event.OUTPUT)
-        now, size = time.monotonic(), payload.nbytes
+        now, size = time.monotonic(), data.nbytes
         if request.deaths.losses:
             request.deaths.output_arrived(stage, request.route.upstream_of(stage), now)
         piece = Piece(stage=stage, data=header.data, tensors=tensors, last=header.last, arrived=now, nbytes=size)

@@ -62,7 +62,7 @@ class Listener(Protocol):
     def on_output(self, address: Address, data: memoryview) -> None:
         """A chunk has arrived on a worker's output edge.
 
-        data: a view that is valid during the call. Raises ringbuf.RingError if it is not a valid chunk, MemoryError if
-        there is no memory for a copy: the supervisor then kills the worker.
+        data: a copy, which the listener may keep. Raises ringbuf.RingError if it is not a valid chunk: the supervisor
+        then kills the worker.
         """
         ...

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
+from omni_actors.errors import SystemClosed
 from omni_actors.orchestrator import worker_events
+from omni_actors.orchestrator.pieces import Piece
 from omni_actors.protocol.messages import Address
+from omni_actors.supervisor import client_output
 from ringbuf import Consumer, Frame
 from tests.support.simulated_system import PIECES, SimulatedSystem, numbers, open_simulated_system, read
 
@@ -28,7 +32,7 @@ def let_copies_fail(system: SimulatedSystem, monkeypatch: pytest.MonkeyPatch) ->
             raise MemoryError
         return bytearray(data)
 
-    monkeypatch.setattr(worker_events, "bytearray", copied, raising=False)
+    monkeypatch.setattr(client_output, "bytearray", copied, raising=False)
 
 
 def let_receiving_fail(system: SimulatedSystem, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +65,21 @@ async def test_an_output_without_memory_ends_its_worker_only_and_is_replayed(
         stages = system.omni.health().stages
         assert (stages["first"][0].restarts, stages["second"][0].restarts) == (0, 1)
         assert "MemoryError: there is no memory for its output" in str(stages["second"][0].last_exit)
+
+
+async def test_lack_of_memory_for_a_received_output_is_loud(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk counts as received: a replay of the worker's requests would lose it."""
+    pieces = itertools.count()
+
+    def piece(**fields: Any) -> Piece:
+        if next(pieces) == NO_MEMORY[0]:
+            raise MemoryError
+        return Piece(**fields)
+
+    monkeypatch.setattr(worker_events, "Piece", piece)
+    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="no memory to process"), flatten_subgroups=True):
+        async with open_simulated_system() as system:
+            with pytest.raises(SystemClosed):
+                await read(system.ask())
