@@ -167,3 +167,49 @@ async def test_a_probation_that_passes_while_generation_is_paused_clears_nothing
         [group] = trials.groups
         assert group.ends_at > trio.current_time()
         poison.abort()
+
+
+class CrashesAndHolds(Crashes, Holds):
+    """Both."""
+
+
+async def test_no_wait_of_a_suspect_passes_while_generation_is_paused(autojump_clock: trio.testing.MockClock) -> None:
+    """A culprit that is not tried in time is ended. Afterwards, what was left of the wait goes on."""
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(1.0, 0.1), lambda note: None)
+    Crashes.crash = lambda: spawner.living[FIRST].die(signal="SIGSEGV")
+    async with OmniSystem.open(two_stages(f"{__name__}:CrashesAndHolds", "echo"), spawner=spawner) as omni:
+        poison = omni.submit({"script": [Input({"poison": "yes"})]}, ["text"])
+        await until(lambda: omni.health().stages["first"][0].restarts == 2)
+        hold = omni.submit({"script": [Input({"hold": "yes"})]}, ["text"])
+        await until(lambda: hold.stream.request.number is not None)
+        await trio.sleep(CULPRIT_WAIT_S / 2)
+        await omni.pause_generation("keep")
+        await trio.sleep(2 * CULPRIT_WAIT_S)
+        assert not poison.stream.request.lifecycle.ended
+        await omni.resume_generation()
+        await trio.sleep(CULPRIT_WAIT_S / 4)
+        assert not poison.stream.request.lifecycle.ended
+        await trio.sleep(CULPRIT_WAIT_S / 2)
+        assert poison.stream.request.lifecycle.ended
+        hold.abort()
+
+
+async def test_a_replica_is_drained_on_after_a_pause(autojump_clock: trio.testing.MockClock) -> None:
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(1.0, 0.1), lambda note: None)
+    Crashes.crash = lambda: spawner.living[FIRST].die(signal="SIGSEGV")
+    async with OmniSystem.open(two_stages(f"{__name__}:CrashesAndHolds", "echo"), spawner=spawner) as omni:
+        poison = omni.submit({"script": [Input({"poison": "yes"})]}, ["text"])
+        await until(lambda: omni.health().stages["first"][0].restarts == 1)
+        hold = omni.submit({"script": [Input({"hold": "yes"})]}, ["text"])
+        trials = omni._orchestrator._dispatcher.trials
+        await until(lambda: trials.draining("first") is not None)
+        await trio.sleep(REPLICA_DRAIN_S / 2)
+        await omni.pause_generation("keep")
+        await trio.sleep(2 * REPLICA_DRAIN_S)
+        await omni.resume_generation()
+        await trio.sleep(REPLICA_DRAIN_S / 4)
+        assert trials.draining("first") is not None
+        await trio.sleep(REPLICA_DRAIN_S / 2)
+        assert trials.draining("first") is None
+        hold.abort()
+        poison.abort()
