@@ -10,12 +10,13 @@ Rules
 2. A request with a complete body takes one of the system's ``max_requests`` places, as a request in flight does, while
    its files are fetched and its audio is decoded. It passes to the system without a checkpoint in between, so that no
    other request takes the place. If a server has several systems, the request takes the place when its body has named
-   one (``choose``).
+   one (``choose``). One that becomes several requests, such as the choices of ``n``, takes all of their places together
+   (``take_places``), because there are checkpoints between their submissions.
 3. The bytes of all arriving requests (bodies, and the files that they name) share one budget, and count as they arrive:
    a declared size costs nothing. If the budget is used up, the slowest upload that is older than ``UPLOAD_GRACE_S`` is
    ended. If there is none, the request that needs memory is refused.
 4. A request that only calls engines takes no place (``needs_place``), so that it is answered while the system is full.
-5. A ticket releases its place and its bytes together, once: when the system takes the request over, or when the
+5. A ticket releases its places and its bytes together, once: when the system takes the request over, or when the
    request ends before that.
 6. Decoded audio is far larger than its file, and the system keeps it for replays. So it counts in a budget of its own,
    ``MAX_AUDIO_BYTES``, until the response has ended. If that has no room, the request is refused.
@@ -66,16 +67,17 @@ class AdmissionControl:
         Raises HTTPError 429 if it needs a place, and the only system is full.
         """
         if needs_place and len(self.systems) == 1:
-            self.check_place(self.systems[0])
+            self.check_places(self.systems[0])
         ticket = AdmissionTicket(self, needs_place=needs_place)
         self.tickets.add(ticket)
         return ticket
 
-    def check_place(self, system: OmniSystem) -> None:
-        """Make room in a full system by ending its slowest reader. Raises HTTPError 429 if no reader is too slow."""
+    def check_places(self, system: OmniSystem, count: int = 1) -> None:
+        """Make room in a full system by ending its slowest readers. Raises HTTPError 429 if no reader is too slow."""
         max_requests = system.pipeline.limits.max_requests
-        if system.in_flight + self.places[system] >= max_requests and not system.make_room():
-            raise to_http_error(Overloaded(max_requests, system.retry_after_s))
+        for _ in range(system.in_flight + self.places[system] + count - max_requests):
+            if not system.make_room():
+                raise to_http_error(Overloaded(max_requests, system.retry_after_s))
 
     def end_all(self) -> None:
         """End all arriving requests, because the server shuts down: their clients get an error."""
@@ -87,7 +89,7 @@ class AdmissionControl:
         free = self.max_bytes - self.bytes
         while free < size:
             now = trio.current_time()
-            slow = [each for each in self.tickets if not each.has_place and now - each.since >= UPLOAD_GRACE_S]
+            slow = [each for each in self.tickets if not each.places and now - each.since >= UPLOAD_GRACE_S]
             if not slow:
                 raise self._no_room(f"arriving requests use {self.max_bytes} bytes already")
             slowest = min(slow, key=lambda each: each.bytes / (now - each.since))
@@ -106,7 +108,7 @@ class AdmissionControl:
 
 
 class AdmissionTicket:
-    """An arriving request's claim on a place and on the budgets.
+    """An arriving request's claim on places and on the budgets.
 
     bytes: the size of its body and its files so far. audio_bytes: of its decoded audio. since: trio's time of its head.
     upload: the cancel scope in which its body is to be read. arrival: the cancel scope of everything before the system
@@ -118,7 +120,8 @@ class AdmissionTicket:
         self.since = trio.current_time()
         self.upload, self.arrival = trio.CancelScope(), trio.CancelScope()
         self.bytes = self.audio_bytes = 0
-        self.has_place = self.was_ended = False
+        self.places = 0
+        self.was_ended = False
         self._system = admission.systems[0] if len(admission.systems) == 1 else None
         """The system that gets the request; None as long as that is not known."""
 
@@ -147,11 +150,24 @@ class AdmissionTicket:
 
     def take_place(self) -> None:
         """Take a place, if it needs one and its system is known. The body is complete. Raises HTTPError 429."""
-        if not self._needs_place or self._system is None or self.has_place:
-            return
-        self._admission.check_place(self._system)
-        self.has_place = True
-        self._admission.places[self._system] += 1
+        if self._needs_place and self._system is not None and not self.places:
+            self._take(self._system, 1)
+
+    def take_places(self, count: int) -> None:
+        """Take the places of ``count`` requests of the system, one or none of which it has. Raises HTTPError 429."""
+        if self._system is not None:
+            self._take(self._system, count - self.places)
+
+    def _take(self, system: OmniSystem, count: int) -> None:
+        self._admission.check_places(system, count)
+        self.places += count
+        self._admission.places[system] += count
+
+    def pass_place(self) -> None:
+        """Give one place back, for a request that the system gets at once: there is no checkpoint in between."""
+        if self._system is not None and self.places:
+            self.places -= 1
+            self._admission.places[self._system] -= 1
 
     def choose(self, system: OmniSystem) -> None:
         """Take a place of the system that the body names, if it needs one. Raises HTTPError 429."""
@@ -166,12 +182,13 @@ class AdmissionTicket:
         self.upload.cancel()
 
     def release(self) -> None:
-        """Give back the place and the bytes: the system has the request, or the request has ended. Idempotent."""
+        """Give back the places and the bytes: the system has the request, or the request has ended. Idempotent."""
         if self in self._admission.tickets:
             self._admission.tickets.remove(self)
             self._admission.bytes -= self.bytes
-            if self.has_place and self._system is not None:
-                self._admission.places[self._system] -= 1
+            if self._system is not None:
+                self._admission.places[self._system] -= self.places
+                self.places = 0
 
     def end(self) -> None:
         """Give everything back: the response has ended. Idempotent."""

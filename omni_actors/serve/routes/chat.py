@@ -87,11 +87,10 @@ async def begin(
         data.setdefault(reference.kind, []).append(file)
     audio_params = [reference.param for reference in references if reference.kind == "audio"]
     data["audio"] = await decode(list(zip(data["audio"], audio_params, strict=True)), ticket)
-    ticket.release()
     with renaming(completion.names):
         terms = {"modalities": modalities, "session": session_of(request)}
         submit = partial(system.generate, messages, multi_modal_data=data, **terms, **params)
-        return completion, await begin_choices(system, body, [submit], completion.id)
+        return completion, await begin_choices(ticket, system, body, [submit], completion.id)
 
 
 def _modalities(body: schemas.ChatRequest, pipeline: Pipeline) -> tuple[str, ...]:

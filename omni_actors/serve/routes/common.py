@@ -14,7 +14,7 @@ from starlette.requests import Request
 from omni_actors.config import Pipeline
 from omni_actors.generation import Generation
 from omni_actors.outputs import Output
-from omni_actors.serve.access.admission import SCOPE_KEY
+from omni_actors.serve.access.admission import SCOPE_KEY, AdmissionTicket
 from omni_actors.serve.api import schemas
 from omni_actors.serve.api.generations import Generations
 from omni_actors.serve.http.errors import bad_request
@@ -180,12 +180,16 @@ def require_accepted(files: Iterable[tuple[str, str]], pipeline: Pipeline) -> No
 
 
 async def begin_choices(
-    system: OmniSystem, body: schemas.ChoicesBody, submits: Sequence[Callable[..., Generation]], id: str
+    ticket: AdmissionTicket,
+    system: OmniSystem,
+    body: schemas.ChoicesBody,
+    submits: Sequence[Callable[..., Generation]],
+    id: str,
 ) -> Generations:
     """Begin ``n`` generations of each submission, which takes the seed and the request's identifier.
 
-    The choices of the first submission come first. id: of the response. ``request_name`` makes of it the identifier of
-    its only request; that of one of several has the number of its choice behind it.
+    The choices of the first submission come first. ticket: it is released. id: of the response. ``request_name`` makes
+    of it the identifier of its only request; that of one of several has the number of its choice behind it.
     Raises HTTPError, and as ``generate`` does. Cancellation: none of them runs.
     """
     count, most = body.n * len(submits), system.pipeline.limits.max_requests
@@ -196,9 +200,16 @@ async def begin_choices(
     begun = [partial(submit, seed=seed) for submit in submits for seed in seeds]
     name = request_name(id)
     names = [name] if count == 1 else [f"{name}-{at}" for at in range(count)]
-    return await Generations.begin(
-        [partial(submit, request_id=name) for submit, name in zip(begun, names, strict=True)]
-    )
+
+    def begin(submit: Callable[..., Generation], name: str) -> Generation:
+        ticket.pass_place()
+        return submit(request_id=name)
+
+    ticket.take_places(count)
+    try:
+        return await Generations.begin([partial(begin, *each) for each in zip(begun, names, strict=True)])
+    finally:
+        ticket.release()
 
 
 def request_name(id: str) -> str:

@@ -59,13 +59,12 @@ async def completions(request: Request) -> Response:
         **{name: client_name for name, client_name, _ in given},
     }
     prompts, session = raw_prompts(body.prompt, "prompt"), session_of(request)
-    request.scope[SCOPE_KEY].release()
     completion = _TextCompletion(body, len(prompts))
     with renaming(names):
         submits = [
             partial(system.generate, prompt, modalities=("text",), session=session, **params) for prompt in prompts
         ]
-        generations = await begin_choices(system, body, submits, completion.id)
+        generations = await begin_choices(request.scope[SCOPE_KEY], system, body, submits, completion.id)
         if body.stream:
             events = _events(completion, generations, include_usage=body.stream_options.include_usage)
             return await responses.StreamedResponse(generations, events).start()

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import trio
 
 from omni_actors.errors import Aborted, InvalidRequest
 from omni_actors.generation import Generation
+from omni_actors.serve.access.admission import AdmissionControl
 from omni_actors.serve.api.generations import Generations
+from omni_actors.serve.api.schemas import CompletionRequest
+from omni_actors.serve.http.errors import HTTPError
+from omni_actors.serve.routes.common import begin_choices
 from omni_actors.system import OmniSystem
-from tests.support.echo_systems import WATCHDOG_S
+from tests.support.echo_systems import WATCHDOG_S, until
 
 OUTPUTS = 20
 
@@ -109,3 +114,43 @@ async def test_whole_answers_stay_charged_until_they_are_sent(omni: OmniSystem) 
     await read(generations)
     assert generations.stream.undelivered_bytes > 2 * OUTPUTS * 5000
     generations.abort()
+
+
+@pytest.mark.parametrize("free", [0, 1])
+async def test_choices_take_their_places_together(free: int) -> None:
+    """Requests that arrive between two submissions take no place of the later ones."""
+    limits = {"limits.max_requests": 6 + free}
+    async with OmniSystem.open("echo", overrides=limits) as omni, trio.open_nursery() as nursery:
+        admission = AdmissionControl(omni, max_bytes=1000, max_request_bytes=1000)
+        begun: dict[int, Generations] = {}
+        refused: list[int] = []
+
+        def submit(**more: Any) -> Generation:
+            if not omni.in_flight:  # the first submission of all
+                for number, choices in enumerate([1, 1, 2], 1):
+                    nursery.start_soon(ask, number, choices)
+            return omni.generate("hello", **more)
+
+        async def begin(number: int, choices: int) -> Generations:
+            body = CompletionRequest(model="echo", prompt="hello", n=choices)
+            ticket = admission.admit()
+            try:
+                ticket.take_place()
+                return await begin_choices(ticket, omni, body, [submit], f"cmpl-{number}")
+            finally:
+                ticket.release()
+
+        async def ask(number: int, choices: int) -> None:
+            try:
+                begun[number] = await begin(number, choices)
+            except HTTPError:
+                refused.append(number)
+
+        await ask(0, 6)
+        await until(lambda: len(begun) + len(refused) == 4)
+        assert begun[0].count == 6
+        assert len(begun) == 1 + free
+        assert admission.places[omni] == 0
+        assert not admission.tickets
+        for generations in begun.values():
+            generations.abort()
