@@ -398,7 +398,7 @@ ControlMessage: TypeAlias = (
 MAX_BYTES = 128 * 1024
 """Largest encoded message. It is below the default socket buffer, so the kernel never refuses a packet for its size."""
 LONGEST_REASON = 16_384
-"""The most characters of a refusal, or of an engine's error, in a message. A worker cuts a longer one."""
+"""The most bytes of an engine's text in a message, as UTF-8. A worker cuts a longer one. Two fit into one message."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[ControlMessage])
@@ -408,14 +408,14 @@ MAX_PACKET_BYTES = _HEADER.size + MAX_BYTES
 
 
 def sendable(text: str) -> str:
-    r"""Return an engine's text as a message can carry it: up to ``LONGEST_REASON`` characters, surrogates escaped.
+    r"""Return an engine's text as a message can carry it: up to ``LONGEST_REASON`` bytes, surrogates escaped.
 
     A surrogate stands, for example, for a byte of a file's name that is not UTF-8.
 
     >>> sendable("no file \udcff")
     'no file \\udcff'
     """
-    return text.encode(errors="backslashreplace").decode()[:LONGEST_REASON]
+    return text.encode(errors="backslashreplace")[:LONGEST_REASON].decode(errors="ignore")
 
 
 def encode(message: ControlMessage) -> bytes:
