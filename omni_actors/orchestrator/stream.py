@@ -34,7 +34,9 @@ class OutputStream:
         self._abort(self.request)
 
     def relay(self, *, whole: bool, paced: bool = False) -> None:
-        """Declare, before the first piece is read, that this reader relays output to a connection or a file.
+        """Declare that this reader relays output to a connection or a file. The first piece was not read yet.
+
+        ``paced`` may change later, while the reader relays a stream.
 
         Args:
             whole: Whether it collects the whole answer first (``ReaderKind``).

@@ -43,6 +43,8 @@ DELTA_S = 0.2
 """The longest sound of one event."""
 QUEUED_CHUNKS = 256
 """How many chunks of sound may be read before they may leave (rule 6)."""
+SLOW_CLIENT_S = 2.0
+"""The time that a client may take no event and still keep the place of a spoken answer in a full system."""
 
 _SOUNDLESS = ("empty", "nothing_to_speak")
 """The codes with which a text to speak is refused in which there is nothing to pronounce."""
@@ -89,6 +91,8 @@ class Response:
         self.pacer = Pacer(ends=player_ends)
         self._speaker: Generation | None = None
         """The generation whose sound is sent."""
+        self._generations: list[Generation] = []
+        """The generations that are read."""
         self._scope = trio.CancelScope()
         self._reason: CancelReason | None = None
         self._failure: OmniError | HTTPError | None = None
@@ -191,9 +195,10 @@ class Response:
         messages, clips = await self._messages(entries)
         while True:
             generation = self._pipeline.generate(messages, clips, self._settings)
+            self._generations.append(generation)
             try:
                 while (output := await self._pipeline.next_output(generation)) is not None:
-                    await self._outbox.wait_room()
+                    await self._wait_room()
                     self._finish_reason = output.data.get("finish_reason", self._finish_reason)
                     if "completion_tokens" in output.data:
                         names = ("prompt_tokens", "completion_tokens")
@@ -216,6 +221,7 @@ class Response:
                         raise
                     messages = joined
             finally:
+                self._generations.remove(generation)
                 generation.abort()
         text, calls = self._calls.finish()
         await self._add_text("" if must_call(self._settings.body) else text, calls, script)
@@ -243,6 +249,7 @@ class Response:
         if first is None:  # nothing but calls
             return
         generation = self._pipeline.speak(_chained(first, parts), self._settings)
+        self._generations.append(generation)
         try:
             while (output := await self._pipeline.next_output(generation)) is not None:
                 if isinstance(output.delta, AudioChunk):
@@ -251,7 +258,21 @@ class Response:
             if error.code not in _SOUNDLESS:
                 raise
         finally:
+            self._generations.remove(generation)
             generation.abort()
+
+    async def _wait_room(self) -> None:
+        """Wait until the client has taken most events. One that takes none for long may lose its place to another."""
+        with trio.move_on_after(SLOW_CLIENT_S) as grace:
+            await self._outbox.wait_room()
+        if grace.cancelled_caught:
+            self._relay(paced=False)
+            await self._outbox.wait_room()
+            self._relay(paced=self._settings.is_spoken)
+
+    def _relay(self, *, paced: bool) -> None:
+        for generation in self._generations:
+            generation.stream.relay(whole=False, paced=paced)
 
     async def _add_sound(self, generation: Generation, output: Output, queue: trio.MemorySendChannel[bytes]) -> None:
         assert isinstance(output.delta, AudioChunk)
@@ -270,7 +291,7 @@ class Response:
                 for at in range(0, len(data), size):
                     piece = data[at : at + size]
                     await trio.sleep(self.pacer.wait_s(trio.current_time()))
-                    await self._outbox.wait_room()
+                    await self._wait_room()
                     duration_s = len(piece) / rate
                     now = trio.current_time()
                     playback = playback or speech.open(self.pacer.unplayed_s(now))

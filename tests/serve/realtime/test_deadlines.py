@@ -51,11 +51,16 @@ def speaker(tmp_path: Path, *, mouths: int = 1, limits: str = "{deadline_s: 0.5}
     return file
 
 
-async def respond(omni: OmniSystem, text: str) -> dict[str, Any]:
-    """Have a text answered aloud, as it is. The client takes every event at once. Return the finished response."""
+async def respond(omni: OmniSystem, text: str, *, reads: trio.Event | None = None) -> dict[str, Any]:
+    """Have a text answered aloud, as it is. Return the finished response.
+
+    reads: when the client begins to take events; None: from the beginning.
+    """
     events: list[dict[str, Any]] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:
+        if reads is not None:
+            await reads.wait()
         events.append(json.loads(message["text"]))
 
     websocket = WebSocket({"type": "websocket"}, trio.sleep_forever, send)
@@ -128,3 +133,36 @@ async def test_a_full_system_refuses_a_request_and_ends_no_spoken_answer_that_wa
             with pytest.raises(Overloaded):
                 omni.generate("another")
     assert done["status"] == "completed", done["status_details"]
+
+
+@pytest.mark.parametrize("reads_again", [True, False])
+async def test_a_full_system_ends_a_spoken_answer_whose_client_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, reads_again: bool
+) -> None:
+    """Unless the client takes what there is before another request needs the place."""
+    monkeypatch.setattr(response_module, "QUEUED_CHUNKS", 2)
+    file = speaker(tmp_path, limits="{max_requests: 1, window_bytes: 400_000}", step_s=0.0)
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(turn_s=0.001), lambda line: None)
+    done: dict[str, Any] = {}
+    reads = trio.Event()
+
+    async def run() -> None:
+        done.update(await respond(omni, "word " * 200, reads=reads))
+
+    async with OmniSystem.open(file, spawner=spawner) as omni:
+        gauge = omni.metrics.registry.get_sample_value
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            await until(lambda: gauge("omni_requests_paused") == 1)
+            await trio.sleep(2 * ROOM_GRACE_S + 0.1)
+            if reads_again:
+                reads.set()
+                await trio.sleep(ROOM_GRACE_S)
+                with pytest.raises(Overloaded):
+                    omni.generate("another")
+            else:
+                omni.generate("another").abort()
+                reads.set()
+    failed = ("failed", "slow_consumer")
+    found = done["status"], None if reads_again else done["status_details"]["error"]["code"]
+    assert found == (("completed", None) if reads_again else failed)
