@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from urllib.parse import quote, unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -63,7 +64,7 @@ class RequestLog:
                 client, port = scope["client"]
                 seconds = round(time.monotonic() - began, 6)
                 path = scope["raw_path"].decode("ascii").replace('"', "%22")
-                path = "/".join(map(request_name, path.split("/")))[:MAX_PATH]
+                path = "/".join(map(_without_id, path.split("/")))[:MAX_PATH]
                 record(
                     RequestServed(
                         client=f"[{client}]:{port}" if ":" in client else f"{client}:{port}",
@@ -82,3 +83,9 @@ def request_id(scope: Scope) -> str:
     """Return the client's identifier of its request, or a new one."""
     given = next((value for name, value in scope["headers"] if name == HEADER), b"")
     return given.decode("ascii") if _SANE.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+
+def _without_id(part: str) -> str:
+    """Return a part of a path. If it is the id of a stored response, percent-encoded or not, it is cut."""
+    name = unquote(part)
+    return part if request_name(name) == name else quote(request_name(name))

@@ -60,14 +60,16 @@ def test_the_client_has_the_identifier_of_its_answer_and_of_its_error(logged: An
     assert " 404 " in lines(logged, refused.headers["x-request-id"])[0]
 
 
-def test_the_id_of_a_stored_response_is_cut(logged: Any) -> None:
+@pytest.mark.parametrize("encoded", [False, True])
+def test_the_id_of_a_stored_response_is_cut(logged: Any, encoded: bool) -> None:
     with logged.openai() as client:
         stored = client.responses.create(model="studio", input="hello")
-    answer = logged.http.get(f"/v1/responses/{stored.id}")
+    sent = "%72" + stored.id[1:] if encoded else stored.id
+    answer = logged.http.get(f"/v1/responses/{sent}")
     assert answer.status_code == 200
     [line] = lines(logged, answer.headers["x-request-id"])
     assert f"/v1/responses/{stored.id[:17]} " in line
-    assert stored.id not in logged.stderr
+    assert stored.id[1:] not in logged.stderr
 
 
 def test_a_path_cannot_break_the_line(logged: Any) -> None:
