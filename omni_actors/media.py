@@ -74,9 +74,17 @@ def pieces(given: MultiModalData, image: Any = None) -> dict[str, Sequence[Input
     return {kind: found[kind] for kind in KINDS if kind in found}
 
 
-def _pieces(given: MultiModalData) -> dict[str, Sequence[Input] | Segments]:
+def by_kind(given: MultiModalData | None) -> MultiModalData:
+    """Return media as they are; without any, an empty mapping. Raises InvalidRequest for anything else."""
+    if given is None:
+        return {}
     if not isinstance(given, Mapping):
         raise _refusal(f"multi_modal_data: expected a mapping from kinds of data, found {given!r:.200}")
+    return given
+
+
+def _pieces(given: MultiModalData) -> dict[str, Sequence[Input] | Segments]:
+    given = by_kind(given)
     if unknown := sorted(map(str, set(given) - set(KINDS))):
         accepted = ", ".join(map(repr, KINDS))
         raise _refusal(f"unknown kind of data {unknown[0]!r}; accepted: {accepted}")
@@ -114,9 +122,8 @@ def _count(items: Sequence[Input] | Segments) -> int:
 
 
 def _audio(item: Any, index: int) -> Input:
-    if not isinstance(item, AudioChunk):
-        raise _refusal(f"audio {index}: an AudioChunk was expected, not {type(item).__name__}")
-    return Input({"sample_rate": item.sample_rate, "index": index}, {"audio": _samples(item)})
+    samples = _samples(item, f"audio {index}")
+    return Input({"sample_rate": item.sample_rate, "index": index}, {"audio": samples})
 
 
 def _image(item: Any, index: int) -> Input:
@@ -126,7 +133,7 @@ def _image(item: Any, index: int) -> Input:
         if item.width * item.height > MAX_IMAGE_PIXELS:
             message = f"image {index}: {item.width} × {item.height} pixels; the limit is {MAX_IMAGE_PIXELS}"
             raise _refusal(message)
-        item = _pillow_pixels(item)
+        item = _pillow_pixels(item, f"image {index}")
     return Input({"index": index}, {"image": _pixels(item, 3, f"image {index}", "(height, width, 3)")})
 
 
@@ -136,10 +143,14 @@ def _video(item: Any, index: int) -> Input:
     if not isinstance(item, VideoClip):
         message = f"video {index}: a VideoClip, a file's bytes or a Path was expected, not {type(item).__name__}"
         raise _refusal(message)
-    data: dict[str, Any] = {"index": index, "fps": float(item.fps)}
+    try:
+        data: dict[str, Any] = {"index": index, "fps": float(item.fps)}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _refusal(f"video {index}: fps: expected a number, found {item.fps!r:.200}") from error
     tensors: dict[str, Any] = {"video": _pixels(item.frames, 4, f"video {index}", "(frames, height, width, 3)")}
     if item.audio is not None:
-        data["sample_rate"], tensors["audio"] = item.audio.sample_rate, _samples(item.audio)
+        tensors["audio"] = _samples(item.audio, f"video {index}: audio")
+        data["sample_rate"] = item.audio.sample_rate
     return Input(data, tensors)
 
 
@@ -158,8 +169,13 @@ def _encoded(item: Any, kind: str, index: int) -> Pixels | None:
     return encoded
 
 
-def _samples(chunk: AudioChunk) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.ascontiguousarray(chunk.samples, dtype=np.float32)
+def _samples(chunk: Any, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    if not isinstance(chunk, AudioChunk):
+        raise _refusal(f"{name}: an AudioChunk was expected, not {type(chunk).__name__}")
+    try:
+        return np.ascontiguousarray(chunk.samples, dtype=np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _refusal(f"{name}: samples: float32 (n,) was expected: {error}") from error
 
 
 def _pixels(item: Any, dimensions: int, name: str, shape: str) -> Pixels:
@@ -170,8 +186,20 @@ def _pixels(item: Any, dimensions: int, name: str, shape: str) -> Pixels:
     return np.ascontiguousarray(item)
 
 
-def _pillow_pixels(image: Any) -> Pixels:
-    """Return the stored pixels of a Pillow image on a white background. EXIF rotation is not applied."""
+def _pillow_pixels(image: Any, name: str) -> Pixels:
+    """Return the stored pixels of a Pillow image on a white background. EXIF rotation is not applied.
+
+    Pillow decodes the file of an image only now. Its decoders raise all kinds of exceptions for a damaged one.
+    """
+    try:
+        return _on_white(image)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _refusal(f"{name}: Pillow cannot decode it: {error}") from error
+
+
+def _on_white(image: Any) -> Pixels:
     if image.mode.startswith("I;16"):  # Pillow's own conversion makes all values above 255 white
         values = np.asarray(image)
         grey = (values >> 8).astype(np.uint8)

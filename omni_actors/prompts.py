@@ -102,7 +102,7 @@ def pieces(
     Raises InvalidRequest: the prompt or a medium is of a wrong type.
     """
     if not _is_keyed(prompt):
-        inputs = media.pieces(multi_modal_data or {}, image)
+        inputs = media.pieces(media.by_kind(multi_modal_data), image)
         if isinstance(prompt, AsyncIterable):
             inputs["messages"] = _live_question(prompt, inputs)
         elif prompt is not None:
@@ -111,11 +111,11 @@ def pieces(
     if unknown := sorted(map(str, prompt.keys() - {*_KINDS, *_BESIDE})):
         raise _refusal(f"prompt: unknown key {unknown[0]!r}; accepted: {', '.join((*_KINDS, *_BESIDE))}")
     kind, *more = [kind for kind in _KINDS if kind in prompt]
-    own = prompt.get("multi_modal_data")
-    if more or (own and multi_modal_data):
+    own, given = (media.by_kind(each) for each in (prompt.get("multi_modal_data"), multi_modal_data))
+    if more or (own and given):
         twice = (kind, *more) if more else ("multi_modal_data", "multi_modal_data")
         raise _refusal(f"prompt: one of {twice[0]} and {twice[1]} was expected, and both were given")
-    inputs = media.pieces(own or multi_modal_data or {}, image)
+    inputs = media.pieces(own or given, image)
     if inputs and kind == "prompt_embeds":
         raise InvalidRequest("prompt_embeds are a whole prompt: no media come with them", param="prompt_embeds")
     inputs["messages"] = [_PIECES[kind](prompt[kind], inputs)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import subprocess
 import sys
@@ -129,6 +130,22 @@ def test_the_transparent_value_of_a_pillow_image_of_16_bits_becomes_white() -> N
     assert only(image, "image")[1]["image"][0, :, 0].tolist() == [255, 0x12, 0]
 
 
+@pytest.mark.voice
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_pillow_image_that_cannot_be_decoded_is_refused(closed: bool) -> None:
+    """Pillow reads the pixels of a file only when they are asked for: a damaged one opens."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)).save(file, "PNG")
+    image = Image.open(io.BytesIO(file.getvalue() if closed else file.getvalue()[:3000]))
+    if closed:
+        image.close()
+    with pytest.raises(InvalidRequest, match="image 1: Pillow cannot decode it: ") as refusal:
+        media.pieces({"image": [PIXELS, image]})
+    assert refusal.value.param == "multi_modal_data"
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -143,6 +160,11 @@ def test_the_transparent_value_of_a_pillow_image_of_16_bits_becomes_white() -> N
         ({"image": Path("nowhere.png")}, "image 0: .*nowhere.png"),
         ({"video": FRAMES}, "a VideoClip, a file's bytes or a Path was expected, not ndarray"),
         ({"video": VideoClip(PIXELS, 2)}, r"video 0: .*not uint8 \(4, 5, 3\)"),
+        ({"video": VideoClip(FRAMES, "x")}, "video 0: fps: expected a number, found 'x'"),  # type: ignore[arg-type]
+        ({"video": VideoClip(FRAMES, 2, SOUND.samples)}, "video 0: audio: an AudioChunk .* not ndarray"),  # type: ignore[arg-type]
+        ({"video": VideoClip(FRAMES, 2, AudioChunk([[1.0], []], 9))}, "video 0: audio: samples: "),  # type: ignore[arg-type]
+        ({"audio": AudioChunk([[1.0], []], 9)}, "audio 0: samples: float32"),  # type: ignore[arg-type]
+        (np.zeros(4), "expected a mapping from kinds of data"),
     ],
 )
 def test_an_item_of_a_wrong_type_or_shape_is_refused(given: Any, reason: str) -> None:

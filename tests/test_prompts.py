@@ -132,3 +132,11 @@ def test_a_prompt_that_a_stage_cannot_take_is_unsupported(
                 require_raw_prompt(pipeline, route, kind)
             assert (refused.value.stage, refused.value.capability) == ("model", kind)
             assert refused.value.why
+
+
+@pytest.mark.parametrize("media", [np.zeros(4), 5, b"RIFF"])
+def test_media_that_are_no_mapping_are_refused(media: Any) -> None:
+    for prompt, given in (("a", media), ({"prompt": "a"}, media), ({"prompt": "a", "multi_modal_data": media}, None)):
+        with pytest.raises(InvalidRequest, match="expected a mapping from kinds of data") as refusal:
+            prompts.pieces(prompt, given)
+        assert refusal.value.param == "multi_modal_data"
