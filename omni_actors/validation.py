@@ -1,14 +1,21 @@
-"""msgspec's validation errors in plain words, for configuration files and for requests."""
+"""Checks of what a caller gave, and msgspec's validation errors in plain words.
+
+They are for configuration files, for requests, and for the arguments of methods.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec import inspect
 from msgspec.inspect import FloatType, IntType, ListType, LiteralType, Metadata, NoneType, StructType, Type, UnionType
+
+from omni_actors.errors import InvalidRequest
 
 WORDS = {
     "int": "an integer",
@@ -37,6 +44,20 @@ _OTHER = "?"
 """What a type accepts that is not in words here. msgspec's message then says all that is known."""
 _LONGEST_QUOTE = 150
 """Characters of a message that may quote a value. What is accepted follows."""
+
+
+def require_seconds(param: str, given: Any, expected: str = "seconds from 0 on", *, endless: bool = False) -> None:
+    """Raise InvalidRequest if an argument is not a number of seconds from 0 on, which a float can have.
+
+    Args:
+        param: the argument's name.
+        given: its value.
+        expected: what is accepted, in words.
+        endless: whether infinity is accepted, too.
+    """
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not (0 <= given <= sys.float_info.max or (endless and given == math.inf)):
+        raise InvalidRequest(f"{param}: expected {expected}, found {given!r:.200}", param=param)
 
 
 def explained(error: Exception, schema: Any, given: Any) -> tuple[str, str]:

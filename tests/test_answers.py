@@ -113,6 +113,14 @@ async def test_map_answers_many_prompts_without_being_refused(concurrency: int |
         assert omni.in_flight == 0
 
 
+@with_shared_system
+async def test_map_refuses_a_concurrency_that_is_no_number_of_requests(omni: OmniSystem) -> None:
+    for concurrency in ("2", 2.5, 0, -3, True):
+        with pytest.raises(InvalidRequest, match="from 1 on") as refused:
+            omni.map(["a"], concurrency=concurrency)  # type: ignore[arg-type]
+        assert refused.value.param == "concurrency"
+
+
 async def test_map_waits_while_other_requests_fill_the_system() -> None:
     pipeline = speaking(max_requests=1)
     async with OmniSystem.open(pipeline) as omni:

@@ -45,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.transitions": set(),
     "omni_actors.stage_graph": set(),
     "omni_actors.log_events": {"omni_actors.errors"},
-    "omni_actors.validation": set(),
+    "omni_actors.validation": {"omni_actors.errors"},
     "omni_actors.playback": set(),
     "omni_actors.plain_text": set(),
     "omni_actors.network_addresses": set(),
@@ -79,7 +79,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.supervisor": {
         *WORKER,
         *("omni_actors.worker", "omni_actors.config", "omni_actors.transitions", "omni_actors.log_events"),
-        "omni_actors.stage_graph",
+        *("omni_actors.stage_graph", "omni_actors.validation"),
     },
     "omni_actors.cluster": {
         *("omni_actors.errors", "omni_actors.config", "omni_actors.protocol", "omni_actors.protocol.messages"),

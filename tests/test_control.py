@@ -121,6 +121,7 @@ async def test_every_replica_replies_with_a_value_or_an_error_and_a_frozen_one_t
 async def test_a_call_that_cannot_be_sent_is_refused_and_ends_no_worker() -> None:
     wrong: list[tuple[Any, Any, Any]] = [(5, {}, 1.0), ("\ud800", {}, 1.0), ("note", {"name": "a", "text": ""}, None)]
     wrong += [("note", arguments, 1.0) for arguments in (5, {1: 2}, {"name": object()}, {"name": "\ud800"})]
+    wrong += [("note", {"name": "a", "text": "1"}, timeout_s) for timeout_s in (-1, 10**400, True)]
     async with opened() as omni:
         for capability, arguments, timeout_s in wrong:
             for method in (omni.call, omni.set_desired):
@@ -129,6 +130,26 @@ async def test_a_call_that_cannot_be_sent_is_refused_and_ends_no_worker() -> Non
         os.kill(pid_of(omni, "able"), signal.SIGKILL)
         await wait_generation(omni, 0, 2)
         assert notes(await omni.call("notes", stages=["able"])) == [{}]
+
+
+async def test_stages_that_are_no_names_are_refused() -> None:
+    wrong: list[Any] = ["able", 5, [1, "a"], [["able"]], (name for name in ["able"])]
+    async with opened() as omni:
+        for stages in wrong:
+            with pytest.raises(InvalidRequest, match="expected names") as refused:
+                await omni.call("notes", stages=stages)
+            assert refused.value.param == "stages"
+
+
+async def test_a_shutdown_with_a_wrong_time_changes_nothing() -> None:
+    wrong: list[Any] = [-1, math.nan, 10**400, "1", None]
+    async with opened() as omni:
+        for timeout_s in wrong:
+            with pytest.raises(InvalidRequest) as refused:
+                await omni.shutdown(timeout_s)
+            assert refused.value.param == "timeout_s"
+        assert omni.is_running
+        assert await ask(omni, "served").text() == "served"
 
 
 @pytest.mark.parametrize(

@@ -306,8 +306,12 @@ def test_the_sound_of_a_video_is_asked_for_by_either_name() -> None:
         {"deadline_s": -1},
         {"deadline_s": "5"},
         {"deadline_s": math.nan},
+        {"deadline_s": math.inf},
+        {"deadline_s": 10**400},
+        {"arrival_time": 10**400},
         {"on_failure": "retry"},
         {"request_id": 5},
+        {"request_id": "a \ud800"},
     ],
 )
 def test_a_wrong_term_is_refused(given: dict[str, Any]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from omni_actors.config import Pipeline, Stage
-from omni_actors.errors import InvalidRequest, Unsupported
+from omni_actors.errors import ConfigError, InvalidRequest, Unsupported
 from omni_actors.supervisor.process import LocalSpawner
 from omni_actors.system import OmniSystem
 from tiny_models.llama import save_model
@@ -60,3 +61,32 @@ async def test_capabilities_that_an_engine_lacks_and_a_line_of_statistics(caplog
             await omni.do_log_stats()
         assert "0 in flight, 0 of them waiting; 1 ended" in caplog.text
         assert "only.0 0" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["{", "", '{"architectures": ["é"]}'.encode("latin-1")])
+def test_a_configuration_that_is_no_json_is_named(content: str | bytes, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError, match="the configuration of a model") as caught:
+        _ = described(tmp_path).model_config
+    assert caught.value.file == str(file)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "param"),
+    [
+        ("tokenize", {"messages": 3}, "messages"),
+        ("tokenize", {"messages": "hello"}, "messages"),
+        ("tokenize", {"prompt": "a", "tools": None}, "tools"),
+        ("detokenize", {"tokens": 3}, "tokens"),
+        ("encode", {"texts": 3}, "texts"),
+        ("encode", {"texts": ["a", ["b", "c"]]}, "texts"),
+        ("encode", {"texts": "a", "n": 2}, "n"),
+    ],
+)
+async def test_wrong_texts_are_refused_before_anything_is_asked(
+    model: Path, method: str, given: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await getattr(described(model), method)(**given)
+    assert refused.value.param == param

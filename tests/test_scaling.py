@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import signal
 import uuid
@@ -459,6 +460,15 @@ async def test_a_wrong_number_changes_nothing(replicas: Any, autojump_clock: tri
             await scaling.omni.scale("second", replicas)
         with pytest.raises(InvalidRequest, match="no stage"):
             await scaling.omni.scale("third", 1)
+
+
+@pytest.mark.parametrize("drain_s", [-1, math.nan, math.inf, pytest.param(10**400, id="huge"), True, "5"])
+async def test_a_wrong_drain_time_changes_nothing(drain_s: Any, autojump_clock: trio.testing.MockClock) -> None:
+    async with opened() as scaling:
+        with pytest.raises(InvalidRequest, match="drain_s") as refused:
+            await scaling.omni.scale("second", 2, drain_s=drain_s)
+        assert refused.value.param == "drain_s"
+        assert scaling.states == {0: "ready"}
 
 
 @pytest.mark.perf

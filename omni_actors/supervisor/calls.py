@@ -9,7 +9,6 @@ Rules
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from omni_actors.errors import (
     WorkerLost,
 )
 from omni_actors.protocol.messages import Address, Call, CallAnswer
+from omni_actors.validation import require_seconds
 
 MAX_CALLS = 16
 CALL_MESSAGES = 2 * MAX_CALLS
@@ -151,8 +151,7 @@ class Calls:
 
 def require_sendable(capability: Any, arguments: Any, timeout_s: Any) -> None:
     """Raise InvalidRequest for a call that cannot be sent, or that a worker could not decode: it would end."""
-    if not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
-        raise InvalidRequest(f"timeout_s: expected seconds, found {timeout_s!r:.200}", param="timeout_s")
+    require_seconds("timeout_s", timeout_s, endless=True)
     try:
         encoded = msgspec.msgpack.encode([capability, arguments])
         msgspec.msgpack.decode(encoded, type=tuple[str, dict[str, Any]])

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import trio
 
-from omni_actors.errors import Overloaded, RequestError, TemporarilyRefused
+from omni_actors.errors import InvalidRequest, Overloaded, RequestError, TemporarilyRefused
 from omni_actors.generation import Generation
 from omni_actors.generations import Generations
 from omni_actors.outputs import Answer
@@ -17,6 +17,16 @@ from omni_actors.outputs import Answer
 ATTEMPTS = 60
 """How often a request is sent that a stage refuses for now, a second or more apart: a reason such as other weights in
 one of two stages may last."""
+
+
+def checked_concurrency(given: Any, most: int) -> int:
+    """Return how many requests ``map`` makes at a time. given: None means ``most``. Raises InvalidRequest."""
+    if given is None:
+        return most
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        message = f"concurrency: expected an integer from 1 on, found {given!r:.200}"
+        raise InvalidRequest(message, param="concurrency")
+    return min(given, most)
 
 
 @asynccontextmanager

@@ -212,11 +212,15 @@ class EngineCalls:
     def _stages(self, stages: Collection[str] | None) -> Sequence[str]:
         """Return the stages that are asked for, in the order of the pipeline. Raises InvalidRequest."""
         known = list(self._supervisor.stages)
-        if isinstance(stages, str):
-            raise InvalidRequest(f"stages: expected names such as ({stages!r},), found {stages!r}", param="stages")
-        if unknown := sorted(set(stages or ()) - set(known)):
+        if stages is None:
+            return known
+        if not are_names(stages):
+            example = stages if isinstance(stages, str) else known[0]
+            message = f"stages: expected names such as ({example!r},), found {stages!r:.200}"
+            raise InvalidRequest(message, param="stages")
+        if unknown := sorted(set(stages) - set(known)):
             raise InvalidRequest(f"stages: there is no stage {unknown[0]!r}; stages: {known}", param="stages")
-        return [stage for stage in known if stages is None or stage in stages]
+        return [stage for stage in known if stage in stages]
 
     def _elsewhere(self) -> dict[Address, str]:
         """Return the node of each worker that runs on another node than this process."""
@@ -255,3 +259,9 @@ class EngineCalls:
         for call in calls:  # their deadlines are the same, so waiting in turn takes no longer
             replies.setdefault(call.address.stage, []).append(await call.wait())
         return replies
+
+
+def are_names(given: Any) -> bool:
+    """Whether an argument is a collection of strings, and not one string."""
+    is_collection = isinstance(given, Collection) and not isinstance(given, str)
+    return is_collection and all(isinstance(each, str) for each in given)

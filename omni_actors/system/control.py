@@ -10,6 +10,7 @@ import trio
 
 from omni_actors.errors import InvalidRequest, SystemClosed
 from omni_actors.system.calls import CALL_TIMEOUT_S, EngineCalls, Replies
+from omni_actors.validation import require_seconds
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 PAUSE_MODES = get_args(PauseMode)
@@ -58,8 +59,10 @@ class Control(EngineCalls):
             timeout_s: Seconds in which the requests in flight may end; those that have not are then aborted. New ones
                 are refused (``SystemClosed``) from the beginning.
 
-        A cancelled wait for the requests goes on with the stop.
+        Raises InvalidRequest: ``timeout_s`` is wrong, and the system goes on. A cancelled wait for the requests goes on
+        with the stop.
         """
+        require_seconds("timeout_s", timeout_s, endless=True)
         self._orchestrator.closures.draining = True
         try:
             with trio.move_on_after(timeout_s):

@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.errors import InvalidRequest, Unsupported
+from omni_actors.errors import ConfigError, InvalidRequest, Unsupported
 from omni_actors.metrics import Metrics
 from omni_actors.orchestrator.routes import Node, plan
 from omni_actors.stages import assets
@@ -78,9 +78,12 @@ class Information(Control):
 
     @functools.cached_property
     def model_config(self) -> Mapping[str, Mapping[str, Any]]:
-        """The contents of ``config.json`` of each stage's model, for the stages whose model has one."""
+        """The contents of ``config.json`` of each stage's model, for the stages whose model has one.
+
+        Raises ConfigError: a file is not JSON.
+        """
         files = {stage: directory / "config.json" for stage, directory in self._models.items()}
-        return {stage: json.loads(file.read_text()) for stage, file in files.items() if file.exists()}
+        return {stage: _config(file) for stage, file in files.items() if file.exists()}
 
     async def do_log_stats(self) -> None:
         """Log one line of statistics, under the logger ``omni_actors.statistics`` with the level INFO."""
@@ -100,6 +103,13 @@ class Information(Control):
             ", ".join(f"{address} {load}" for address, load in loads.items()),
         )
         self._logged_at, self._logged_ended = now, ended
+
+
+def _config(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ConfigError(str(file), "(document)", file.name, f"the configuration of a model ({error})") from error
 
 
 def _load_tokenizer(directory: Path) -> Any:

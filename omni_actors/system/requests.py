@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, overload
 
@@ -22,6 +22,7 @@ from omni_actors.orchestrator.routes import Node, Route, plan, reachable
 from omni_actors.outputs import Answer
 from omni_actors.prompts import Prompt
 from omni_actors.system import batch, capabilities, pictures
+from omni_actors.system.calls import are_names
 from omni_actors.system.ended import EndedRequests
 from omni_actors.system.loras import LoraTable
 from omni_actors.system.parameters import Parameters
@@ -214,7 +215,7 @@ class Requests:
 
         Args:
             prompts: Questions, conversations or raw prompts. They are taken from the iterable as they are needed.
-            concurrency: Requests at a time; at most, and by default, ``limits.max_requests``.
+            concurrency: Requests at a time, from 1 on; at most, and by default, ``limits.max_requests``.
             keep_errors: False: the loop raises the error of the first request that fails. True: it continues, and
                 returns such a request as an ``Answer`` with its ``error``.
             arguments: Those of ``generate``, for every prompt: modalities, deadline_s, max_tokens, …
@@ -234,7 +235,7 @@ class Requests:
         return batch.answers(
             lambda prompt: self.generate(prompt, **arguments),
             prompts,
-            concurrency=max(1, min(concurrency or most, most)),
+            concurrency=batch.checked_concurrency(concurrency, most),
             keep_errors=keep_errors,
         )
 
@@ -320,12 +321,8 @@ class Requests:
         if modalities is None:
             reached = self._reachable(kinds)
             modalities = [each for each in self.pipeline.modalities or ("text",) if each in reached] or reached
-        elif isinstance(modalities, str) or not _are_names(modalities):
+        elif not are_names(modalities):
             example = modalities if isinstance(modalities, str) else "text"
             message = f"modalities: expected a sequence of names such as ({example!r},), found {modalities!r:.200}"
             raise InvalidRequest(message, param="modalities")
         return self._route(kinds, frozenset(modalities))
-
-
-def _are_names(given: Any) -> bool:
-    return isinstance(given, Collection) and all(isinstance(each, str) for each in given)

@@ -41,6 +41,7 @@ from omni_actors.system import machine
 from omni_actors.system.control import Control
 from omni_actors.system.scale_rule import Change, plan_change
 from omni_actors.system.workers import worker_spec
+from omni_actors.validation import require_seconds
 
 
 class Scaled(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,8 +250,8 @@ class ScaleControl(Control):
         if not isinstance(replicas, int) or isinstance(replicas, bool) or not 0 <= replicas <= MAX_REPLICAS:
             message = f"replicas: expected an integer from 0 to {MAX_REPLICAS}, found {replicas!r:.200}"
             raise InvalidRequest(message, param="replicas")
-        if drain_s is not None and not 0 <= drain_s < float("inf"):
-            raise InvalidRequest(f"drain_s: expected seconds from 0 on, found {drain_s!r:.200}", param="drain_s")
+        if drain_s is not None:
+            require_seconds("drain_s", drain_s)
 
     @asynccontextmanager
     async def _unscaled(self, stages: Collection[str]) -> AsyncIterator[None]:

@@ -18,7 +18,7 @@ import trio
 
 from omni_actors.errors import InvalidRequest, OmniError, SystemClosed, WorkerLost
 from omni_actors.supervisor.calls import Reply, require_sendable
-from omni_actors.system.calls import Replies
+from omni_actors.system.calls import Replies, are_names
 from omni_actors.system.scaling import ScaleControl
 
 SLEEP_TIMEOUT_S = 120.0
@@ -151,8 +151,9 @@ class SleepControl(ScaleControl):
         """Wake stages as ``wake_up``. Return the replies, and the stages that are awake now or get new workers."""
         if not self._running:
             raise SystemClosed
-        if isinstance(tags, str):
-            raise InvalidRequest(f"tags: expected names such as ({tags!r},), found {tags!r}", param="tags")
+        if tags is not None and not are_names(tags):
+            example = tags if isinstance(tags, str) else "weights"
+            raise InvalidRequest(f"tags: expected names such as ({example!r},), found {tags!r:.200}", param="tags")
         asleep = [stage for stage in self._stages(stages) if stage in self._orchestrator.closures.asleep]
         level_1 = [stage for stage in asleep if stage in self._engines_asleep]
         level_2 = [stage for stage in asleep if stage not in self._engines_asleep]

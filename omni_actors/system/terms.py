@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -11,6 +10,7 @@ import msgspec
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.orchestrator.request import ON_FAILURE, OnFailure
+from omni_actors.validation import require_seconds
 
 OutputKind: TypeAlias = Literal["delta", "cumulative"]
 """Whether an output has only what is new, or also all of its stage so far (``Output.total``)."""
@@ -62,10 +62,10 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None = None
 
     def __post_init__(self) -> None:
-        if self.request_id is not None and not isinstance(self.request_id, str):
-            raise _refusal("request_id", "a string", self.request_id)
-        if self.deadline_s is not None and not _is_time(self.deadline_s):
-            raise _refusal("deadline_s", "seconds from 0 on", self.deadline_s)
+        if self.request_id is not None and not _is_text(self.request_id):
+            raise _refusal("request_id", "a string without lone surrogates", self.request_id)
+        if self.deadline_s is not None:
+            require_seconds("deadline_s", self.deadline_s)
         if self.on_failure not in ON_FAILURE:
             message = f'on_failure: found {self.on_failure!r}; accepted: "replay", "fail"'
             raise InvalidRequest(message, param="on_failure")
@@ -76,8 +76,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
             raise _refusal("priority", f"an integer from {-LARGEST_PRIORITY - 1} to {LARGEST_PRIORITY}", self.priority)
         if self.session is not None and not _is_session(self.session):
             raise _refusal("session", f"a string of 1 to {LONGEST_SESSION} characters", self.session)
-        if self.arrival_time is not None and not _is_time(self.arrival_time):
-            raise _refusal("arrival_time", "seconds of Unix time, as time.time() returns them", self.arrival_time)
+        if self.arrival_time is not None:
+            expected = "seconds of Unix time, as time.time() returns them"
+            require_seconds("arrival_time", self.arrival_time, expected)
 
     @property
     def waited_s(self) -> float:
@@ -89,12 +90,19 @@ def _is_priority(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -LARGEST_PRIORITY - 1 <= value <= LARGEST_PRIORITY
 
 
+def _is_text(value: Any) -> bool:
+    """Whether a value is a string that JSON can carry, as the live state does with the identifiers of requests."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
+
+
 def _is_session(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= LONGEST_SESSION
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _refusal(param: str, expected: str, found: object) -> InvalidRequest:

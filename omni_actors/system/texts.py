@@ -16,6 +16,7 @@ import trio
 
 from omni_actors.config import Pipeline
 from omni_actors.errors import InvalidRequest, Overloaded, Unsupported, WorkerLost
+from omni_actors.prompts import is_list_of_prompts
 from omni_actors.supervisor.calls import PendingCall, Reply
 from omni_actors.system.calls import CALL_TIMEOUT_S
 from omni_actors.system.control import Control
@@ -86,10 +87,16 @@ class TextControl(Control):
 
         Raises:
             Unsupported: No stage makes embeddings.
+            InvalidRequest: An argument is wrong. A text is a list of prompts, or there is an ``n``: each text has one
+                embedding.
             RequestError: The error of a text that failed. The others are aborted then, as by a cancellation.
         """
         modality = self._emitted_by_encoder()
-        given = [texts] if isinstance(texts, str | Mapping) else list(texts)
+        given = [texts] if isinstance(texts, str | Mapping) else _listed("texts", texts)
+        if any(is_list_of_prompts(text) for text in given):
+            raise InvalidRequest("texts: no list of texts was expected within the list", param="texts")
+        if arguments.get("n") is not None:
+            raise InvalidRequest("n: each text has one embedding; accepted: no n", param="n")
         prompts = [{"prompt": text} if isinstance(text, str) else text for text in given]
         found: dict[int, Embedding] = {}
         failures: list[Exception] = []  # raised outside the nursery, so that no exception group wraps them
@@ -129,17 +136,17 @@ class TextControl(Control):
             timeout_s: Seconds to wait for an engine.
 
         Raises:
-            InvalidRequest: The prompt is wrong, or larger than a call can send.
+            InvalidRequest: An argument is wrong, or larger than a call can send.
             Unsupported: No stage that reads prompts answers for its tokenizer.
             CallError: No replica answered in time.
         """
-        arguments: dict[str, Any] = {"add_special_tokens": add_special_tokens, "tools": list(tools)}
-        arguments |= {"prompt": prompt, "messages": None if messages is None else list(messages)}
+        arguments: dict[str, Any] = {"add_special_tokens": add_special_tokens, "tools": _listed("tools", tools)}
+        arguments |= {"prompt": prompt, "messages": None if messages is None else _listed("messages", messages)}
         return msgspec.convert(await self._ask_reader(TOKENIZE, arguments, timeout_s), Tokens)
 
     async def detokenize(self, tokens: Iterable[int], *, timeout_s: float = CALL_TIMEOUT_S) -> str:
         """Return the text of tokens, special tokens included. Raises as ``tokenize``."""
-        return str(await self._ask_reader(DETOKENIZE, {"tokens": list(tokens)}, timeout_s))
+        return str(await self._ask_reader(DETOKENIZE, {"tokens": _listed("tokens", tokens)}, timeout_s))
 
     def _emitted_by_encoder(self) -> str:
         """Return what the stage that makes embeddings emits. Raises Unsupported."""
@@ -183,6 +190,13 @@ class TextControl(Control):
             if any(reply.error is None for reply in replies[stage]):
                 break
         return first_value(replies)
+
+
+def _listed(param: str, given: Any) -> list[Any]:
+    """Return the items of an argument. Raises InvalidRequest: it has none."""
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise InvalidRequest(f"{param}: expected a list, found {given!r:.200}", param=param)
+    return list(given)
 
 
 def first_value(replies: Mapping[str, Sequence[Reply]]) -> Any:
