@@ -278,12 +278,20 @@ class FaceMap:
     ) -> None:
         most = face.pipeline.limits.max_requests
         self._face, self._announce, self._keep_errors, self._arguments = face, announce, keep_errors, arguments
-        self._concurrency = max(1, min(concurrency or most, most))
+        self._concurrency = batch.checked_concurrency(concurrency, most)
         self._numbered: Iterator[tuple[int, Any]] = enumerate(prompts)
+        self._failure: Exception | None = None
+        """What the prompts raised behind an answer that was complete. The next ``fill`` raises it."""
         self._futures: set[Future[Answer]] = set()
 
     def fill(self) -> bool:
-        """Start as many prompts as there is room for. Return whether there is an answer to wait for."""
+        """Start as many prompts as there is room for. Return whether there is an answer to wait for.
+
+        Raises what the prompts raise, and SystemClosed.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         for index, prompt in islice(self._numbered, self._concurrency - len(self._futures)):
             future = self._face.background.start(partial(_answer, prompt, index, self._arguments))
             self._futures.add(future)
@@ -291,12 +299,18 @@ class FaceMap:
         return bool(self._futures)
 
     def take(self, future: Future[Answer]) -> Answer:
-        """Return an answer, after its place was given to the next prompt. Raises what the loop over ``map`` raises."""
+        """Return an answer, after its place was given to the next prompt. Raises what the loop over ``map`` raises.
+
+        The answer is returned also if taking that prompt fails.
+        """
         self._futures.discard(future)
         answer = future.result()
         if answer.error is not None and not self._keep_errors:
             raise answer.error
-        self.fill()
+        try:
+            self.fill()
+        except Exception as error:  # noqa: BLE001 - raised by the next ``fill``
+            self._failure = error
         return answer
 
     def close(self) -> None:

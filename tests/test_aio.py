@@ -216,6 +216,30 @@ def test_map_answers_many_prompts(omni: AsyncOmni) -> None:
     run(test)
 
 
+def test_a_complete_answer_comes_before_an_error_of_the_prompts(omni: AsyncOmni) -> None:
+    def prompts() -> Iterator[str]:
+        yield "a"
+        raise ZeroDivisionError
+
+    async def test() -> None:
+        async with omni.map(prompts(), concurrency=1) as answers:
+            assert (await anext(answers)).text == "a"
+            with pytest.raises(ZeroDivisionError):
+                await anext(answers)
+            assert [answer async for answer in answers] == []
+
+    run(test)
+
+
+def test_map_refuses_a_concurrency_that_is_no_number_of_requests(omni: AsyncOmni) -> None:
+    async def test() -> None:
+        with pytest.raises(InvalidRequest, match="from 1 on") as refused:
+            omni.map(["a"], concurrency=0)
+        assert refused.value.param == "concurrency"
+
+    run(test)
+
+
 def test_cancelling_a_map_aborts_its_requests(omni: AsyncOmni) -> None:
     async def test() -> None:
         answers = omni.map(["a", "b", "c"], modalities=ENDLESS, concurrency=2)

@@ -164,6 +164,25 @@ def test_map_raises_the_first_error_and_aborts_the_rest(omni: Omni) -> None:
     until(lambda: omni.in_flight == 0)
 
 
+def test_a_complete_answer_comes_before_an_error_of_the_prompts(omni: Omni) -> None:
+    def prompts() -> Iterator[str]:
+        yield "a"
+        raise ZeroDivisionError
+
+    with omni.map(prompts(), concurrency=1) as answers:
+        assert next(answers).text == "a"
+        with pytest.raises(ZeroDivisionError):
+            next(answers)
+        assert list(answers) == []
+
+
+@pytest.mark.parametrize("concurrency", ["2", 2.5, 0, -3, True])
+def test_map_refuses_a_concurrency_that_is_no_number_of_requests(omni: Omni, concurrency: Any) -> None:
+    with pytest.raises(InvalidRequest, match="from 1 on") as refused:
+        omni.map(["a"], concurrency=concurrency)
+    assert refused.value.param == "concurrency"
+
+
 def test_answers_that_are_dropped_abort_the_rest(omni: Omni) -> None:
     answers = omni.map([WRONG, "a", "b"], modalities=ENDLESS, keep_errors=True)
     assert isinstance(next(answers).error, InvalidRequest)
