@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -247,11 +248,65 @@ async def test_tensors_without_dense_data_are_refused() -> None:
 
 async def test_the_name_of_a_version_is_a_bounded_string(file: Path) -> None:
     async with opened() as omni:
-        for version in (3, "v" * 257):
+        for version in (3, "v" * 257, "", "a\nb", "\ud800"):
             with pytest.raises(InvalidRequest, match="version") as refused:
                 await omni.update_weights(file, version=version, stages=STAGES)  # type: ignore[arg-type]
             assert refused.value.param == "version"
         assert await omni.get_weight_version() == {"able": "0"}
+
+
+async def test_the_version_of_a_relative_path_is_the_name_of_the_directory(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    async with opened() as omni:
+        for path in (".", Path()):
+            await omni.update_weights(path, stages=STAGES)
+            assert await omni.get_weight_version() == {"able": file.parent.name}
+            assert await versions(omni) == {file.parent.name}
+
+
+async def test_an_update_with_a_wrong_argument_changes_nothing(file: Path) -> None:
+    wrong: list[dict[str, Any]] = [{"timeout_s": timeout_s} for timeout_s in (math.nan, -1, 10**400, "9", None)]
+    wrong += [{"path": 5}, {"path": b"/"}, {"stages": 5}]
+    async with opened() as omni:
+        for given in wrong:
+            with pytest.raises(InvalidRequest) as refused:
+                await omni.update_weights(**{"path": file, "stages": STAGES, **given})
+            assert [refused.value.param] == list(given)
+        assert not await omni.is_paused()
+        assert await versions(omni) == {"0"}
+
+
+async def test_an_update_waits_for_the_requests_that_a_cancelled_start_has_left(file: Path) -> None:
+    async with opened() as omni:
+        sender, receiver = trio.open_memory_channel[Input](1)
+        running = omni.submit({"script": receiver}, ("text",))
+        await sender.send(Input({"text": "first"}))
+        assert (await running.__anext__()).delta == "first"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(omni.start_weight_update)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        replies = (await omni.update_weights(file, version="1", stages=STAGES, timeout_s=0.2))["able"]
+        assert [type(reply.error) for reply in replies] == [CallTimedOut, CallTimedOut]
+        assert await omni.is_paused(), "until the caller of the start finishes"
+        assert await omni.get_weight_version() == {"able": "0"}
+        await omni.pause_generation("keep")
+        with pytest.raises(InvalidRequest, match="keep"):
+            await update(omni, file)
+        await omni.resume_generation()
+        async with trio.open_nursery() as nursery:
+
+            async def expect_the_weights() -> None:
+                assert await update(omni, file) == [None, None]
+
+            nursery.start_soon(expect_the_weights)
+            await until(lambda: omni._turn.value == 0)
+            await sender.aclose()
+            await running.collect()
+        await omni.finish_weight_update()
+        assert await versions(omni) == {"1"}
 
 
 async def test_damaged_files_are_refused_and_nothing_changes(tmp_path: Path) -> None:

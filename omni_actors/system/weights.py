@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cached_property, partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.system.calls import CALL_TIMEOUT_S, Replies
 from omni_actors.system.control import Control, PauseMode
 from omni_actors.system.kept_updates import CAPABILITY, KeptUpdates, files_at, key_of
+from omni_actors.validation import require_seconds
 
 UPDATE_TIMEOUT_S = 300.0
 LONGEST_VERSION = 256
@@ -77,14 +79,19 @@ class WeightControl(Control):
         """As ``start_weight_update``, beside the update of the caller."""
         if mode not in ("wait", "abort"):
             raise InvalidRequest(f'mode: found {mode!r}; accepted: "wait", "abort"', param="mode")
-        if mode == "wait" and self._is_frozen and self._orchestrator.using(queued=False):
-            message = 'generation is paused with "keep", so the requests that run cannot end; resume it, or abort them'
-            raise InvalidRequest(message, param="mode", code="paused")
+        if mode == "wait":
+            self._require_not_held()
         if not self._updating:
             self._paused_before, self._own_pauses = self._orchestrator.is_dispatch_paused, self._pauses
         self._own_pauses += 1
         self._updating = True
         await self._pause(mode)
+
+    def _require_not_held(self) -> None:
+        """Raise InvalidRequest if a pause with "keep" holds requests."""
+        if self._is_frozen and self._orchestrator.using(queued=False):
+            message = 'generation is paused with "keep", so the requests that run cannot end; resume it, or abort them'
+            raise InvalidRequest(message, param="mode", code="paused")
 
     async def update_weights(
         self,
@@ -104,10 +111,12 @@ class WeightControl(Control):
                 in use. Of tensors, the newest of each name are kept until all are replaced. On a cluster, each node
                 with a worker of the stages needs the files at this path, with the time of their last change; tensors
                 are for stages that no other node than the parent's may run.
-            version: The name of the version, which every output has from then on as ``data["weights_version"]``; by
-                default the path's last part, and "update-1", "update-2" … for tensors. It is "0" before all updates.
+            version: The name of the version, 1 to 256 printable characters. Every output has it from then on as
+                ``data["weights_version"]``. By default it is the last part of the absolute path, and "update-1",
+                "update-2" … for tensors. It is "0" before all updates.
             stages: The stages whose model it is.
-            mode: What happens to the requests that run, unless ``start_weight_update`` has paused generation.
+            mode: What happens to the requests that run. If ``start_weight_update`` has paused generation, its mode
+                counts, and those that still run are waited for.
             timeout_s: Seconds to wait for the requests that run, and then for each worker. An earlier update is waited
                 for before, without a limit.
 
@@ -124,8 +133,12 @@ class WeightControl(Control):
         closes meanwhile.
         """
         if version is not None and not _is_version(version):
-            message = f"version: expected a string of at most {LONGEST_VERSION} characters, found {version!r:.200}"
+            message = f"version: expected 1 to {LONGEST_VERSION} printable characters, found {version!r:.200}"
             raise InvalidRequest(message, param="version")
+        if not isinstance(path, Mapping) and not _is_path(path):
+            message = f"path: expected a path, or tensors by name, found {path!r:.200}"
+            raise InvalidRequest(message, param="path")
+        require_seconds("timeout_s", timeout_s, endless=True)
         chosen = self._stages(stages)
         if isinstance(path, Mapping):
             self._require_shared_memory(chosen)
@@ -169,13 +182,16 @@ class WeightControl(Control):
                 self._updates += version is None
                 version = version or f"update-{self._updates}"
             files = await trio.to_thread.run_sync(files_at, Path(path))
-            if alone:
-                with trio.move_on_after(timeout_s) as waiting:
+            with trio.move_on_after(timeout_s) as waiting:
+                if alone:
                     await self._start(mode)
-                if waiting.cancelled_caught:
-                    return self._all_timed_out(stages, timeout_s)
+                else:  # the caller of ``start_weight_update`` may still wait, or was cancelled
+                    self._require_not_held()
+                    await self._orchestrator.wait_ended()
+            if waiting.cancelled_caught:
+                return self._all_timed_out(stages, timeout_s)
             self._require_running()
-            arguments, has_begun = {"files": files, "version": version or Path(path).name}, True
+            arguments, has_begun = {"files": files, "version": version or _version_at(Path(path))}, True
             return await self._to_the_end(partial(self._carry_out, stages, arguments, timeout_s, alone))
         finally:
             if not has_begun:
@@ -348,7 +364,16 @@ class WeightControl(Control):
 
 
 def _is_version(given: Any) -> bool:
-    return isinstance(given, str) and len(given) <= LONGEST_VERSION
+    return isinstance(given, str) and 0 < len(given) <= LONGEST_VERSION and given.isprintable()
+
+
+def _is_path(given: Any) -> bool:
+    return isinstance(given, str | PathLike)
+
+
+def _version_at(path: Path) -> str:
+    """Return the version of the weights at a path whose caller has named none."""
+    return path.absolute().name or "/"
 
 
 def _failed(reply: Reply) -> bool:
