@@ -49,7 +49,6 @@ class SpokenAnswer:
         self._audible = bytearray()
         """Whether each frame of the sound carries speech: 1 if it does."""
         self._rest = np.empty(0, np.float32)
-        self._rate = 0
         self._sentences: list[_Sentence] = []
         self._over = 0
         """How many sentences are over: a later one has been heard."""
@@ -76,7 +75,6 @@ class SpokenAnswer:
             sample_rate: Samples per second, the same in every call.
             sentence: The text of the sentence that begins with this sound; None: the sentence before goes on.
         """
-        self._rate = sample_rate
         if sentence is not None or not self._sentences:
             self._sentences.append(_Sentence(sentence, len(self._audible)))
         size = round(sample_rate * _FRAME_S)
