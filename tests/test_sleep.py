@@ -75,8 +75,10 @@ async def test_level_2_ends_the_workers_until_they_are_woken_with_their_desired_
         with pytest.raises(StageAsleep, match="second"):
             ask(omni)
         assert await answered(omni, "text") == {"text"}, "the other stage serves"
-        for tags in (["weights"], 5, [1]):
-            with pytest.raises(InvalidRequest, match="tags"):
+        with pytest.raises(InvalidRequest, match="tags"):
+            await omni.wake_up(["weights"])
+        for tags in (5, [1]):
+            with pytest.raises(InvalidRequest, match="tags: expected names"):
                 await omni.wake_up(tags)  # type: ignore[arg-type]
         await omni.wake_up()
         assert not await omni.is_sleeping()
