@@ -197,10 +197,12 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     assert all(name in error.accepted for name in ("Qwen3OmniMoe", "Qwen2_5Omni", "Whisper", "ForCausalLM"))
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"architectures": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"architectures": 1}', '{"architectures": ["gr\xfcn"]}', '{"a": ' + "[" * 5000]
+)
 def test_a_config_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> None:
     directory = model(tmp_path)
-    (directory / "config.json").write_text(text)
+    (directory / "config.json").write_text(text, encoding="latin-1")
     assert refused(directory).file == str(directory / "config.json")
 
 
@@ -224,9 +226,11 @@ def test_the_class_of_diffusers_decides_about_the_pipeline(
     assert pipeline.stages[stages[-1]].emits == "image"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"_class_name": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"_class_name": 1}', '{"_class_name": "gr\xfcn"}', '{"a": ' + "[" * 5000]
+)
 def test_an_index_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text(text)
+    (tmp_path / "model_index.json").write_text(text, encoding="latin-1")
     assert refused(tmp_path).file == str(tmp_path / "model_index.json")
 
 

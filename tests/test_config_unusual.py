@@ -85,6 +85,15 @@ def test_overrides_change_nothing_of_the_caller(good: Path) -> None:
     assert options == {"fan_out": 1}
 
 
+@pytest.mark.parametrize(
+    "path", ["start_timeout_s", "limits.max_requests", "stages.first.nice", "stages.first.\ud800", "\ud800"]
+)
+def test_text_that_utf_8_does_not_have_is_refused(path: str, good: Path) -> None:
+    with pytest.raises(ConfigError, match="text in UTF-8") as caught:
+        config.load(good, {path: "\ud800"})
+    assert (caught.value.file, caught.value.path) == ("overrides", path)
+
+
 def test_an_error_inside_a_mapping_that_an_override_makes_names_the_override(good: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load(good, config.parse_overrides(["stages.first.options.nothing.x=1"]))

@@ -23,7 +23,7 @@ def read_nodes(path: Path) -> list[Node]:
     """Read a YAML file that lists nodes; the first one gets the label of the parent's node. Raises ConfigError."""
     try:
         nodes = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), list[Node])
-    except (OSError, yaml.YAMLError, ValueError) as error:  # msgspec.ValidationError is a ValueError
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
         raise ConfigError(str(path), "(document)", " ".join(str(error).split()), NODES_EXAMPLE) from error
     names = [node.name for node in nodes]
     if not nodes or len({*names}) < len(names):

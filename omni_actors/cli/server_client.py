@@ -51,6 +51,14 @@ class ServerError(OmniError):
         super().__init__(clean(message)[:MAX_MESSAGE])
 
 
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
 class _ErrorObject(msgspec.Struct):
     message: str = ""
     code: str | int | None = None
@@ -83,7 +91,7 @@ class Server:
         """Return the names of the server's models. Raises ServerError."""
         listed = await self.get("models")
         with decoding():
-            return [each["id"] for each in msgspec.convert(listed["data"], list[dict[str, Any]])]
+            return [each.id for each in msgspec.convert(listed, _Models).data]
 
     async def first_model(self) -> str:
         """Return the name of the first model. Raises ServerError, also if the server lists none."""
@@ -224,7 +232,7 @@ def refusal(status: int, body: bytes) -> ServerError:
     """Return the error for a refused request. ``body``: as the server sent it, in OpenAI's form or another one."""
     try:
         found = msgspec.json.decode(body, type=_ErrorBody).error
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):  # no JSON, another form, no UTF-8, or nested too deeply
         found = " ".join(body.decode(errors="replace").split())[:200]
     error = _ErrorObject(found) if isinstance(found, str) else found
     code = str(error.code or error.type or "")

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import msgspec
 
 from omni_actors.config.devices import VISIBLE, DeviceLayoutError, check_length, configured_devices, stage_layout
-from omni_actors.config.document import OPEN_PARAMETERS, OVERRIDES, Assignments, Document, one_of
+from omni_actors.config.document import OPEN_PARAMETERS, OVERRIDES, Assignments, Document, leaves, one_of
 from omni_actors.config.schema import NAME_PATTERN, Pipeline, Restart, Section, Sections, Stage
 from omni_actors.protocol.messages import CLIENT
 from omni_actors.stages.registry import ENGINES
@@ -189,6 +189,11 @@ def _convert(value: Any, schema: type[Any], path: str, document: Document) -> An
     """Return ``value``, found at ``path``, as ``schema``. Raises ConfigError, with the path inside ``value``."""
     try:
         return msgspec.convert(value, schema)
+    except UnicodeEncodeError as error:  # a lone surrogate; msgspec does not tell where
+        inner = next((inner for inner, each in leaves(value) if each == error.object), "")
+        where = ".".join(part for part in (path, inner) if part)
+        character = error.object[error.start : error.end]  # the rest may be a secret, as in ``env``
+        raise document.error(where, character, "text in UTF-8, without lone surrogates") from error
     except msgspec.ValidationError as error:
         message, inner = split_path(error)
         where = ".".join(part for part in (path, inner) if part)

@@ -169,7 +169,7 @@ def _model(name: str, location: str, directory: Path) -> Model:
         if not file.is_file():
             return Model(name, location, directory, _config(directory))
         config = ModelConfig(architectures=[read_index(directory).class_name])
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(str(file), "(document)", file.name, f"the index of a pipeline ({error})") from error
     return Model(name, location, directory, config, is_of_diffusers=True)
 
@@ -181,7 +181,7 @@ def _config(directory: Path) -> ModelConfig:
     except OSError as error:
         accepted = "a directory with the config.json or model_index.json of a model, or the path of a YAML file"
         raise ConfigError(str(directory), "(model)", str(directory), accepted) from error
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, another form, no UTF-8, or nested too deeply
         raise ConfigError(str(file), "(document)", file.name, f"the configuration of a model ({error})") from error
 
 

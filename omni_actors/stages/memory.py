@@ -119,7 +119,7 @@ def count(engine: str, directory: Path, options: Mapping[str, Any]) -> Memory:
 def _left_out(spec: EngineSpec, directory: Path) -> tuple[str, ...]:
     try:
         return () if spec.checkpoint_leaves_out is None else spec.checkpoint_leaves_out(directory)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Uncounted(directory, str(error)) from error
 
 
@@ -155,7 +155,7 @@ def _read(file: Path, schema: type[T], *, header: bool = False) -> T:
             return msgspec.json.decode(opened.read(size), type=schema)
     except FileNotFoundError as error:
         raise Uncounted(file.parent, f"there is no {file.name}") from error
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, UnicodeError, msgspec.MsgspecError, RecursionError) as error:
         raise Uncounted(file.parent, f"{file.name}: {error}") from error
 
 

@@ -65,6 +65,7 @@ def test_several_links_of_one_pair_of_nodes_are_counted(tmp_path: Path) -> None:
         ("[{name: a}, {name: parent}]", "the first node gets this label"),
         ("[{name: a}, {name: b, labels: [parent]}]", "the first node gets this label"),
         ("[", "a list of nodes, such as"),
+        ("[" * 3000, "a list of nodes, such as"),
     ],
 )
 def test_what_cannot_be_placed_is_an_error(nodes: str, message: str, tmp_path: Path) -> None:

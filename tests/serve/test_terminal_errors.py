@@ -118,6 +118,25 @@ def test_a_refusal_is_one_line_while_a_player_runs(scripted: Scripted) -> None:
     assert result.stderr == "busy (status 503)\n"
 
 
+@pytest.mark.parametrize("body", [b'{"error": "gr\xfc\xdf"}', b'{"a": ' + b"[" * 5000])
+def test_a_refusal_that_is_no_json_is_one_line(body: bytes, scripted: Scripted) -> None:
+    scripted.answers = [(500, body), answered({"content": "hi"}), (500, body)]
+    result = chat(scripted, "one\ntwo\n")
+    assert (result.exit_code, result.stdout) == (1, "\nhi\n"), result.exception
+    assert "(status 500)" in " ".join(result.stderr.split())
+    result = CliRunner().invoke(main, ["bench", "--url", scripted.url, "--requests", "1", "--warmup", "0"])
+    assert "errors: 1 × 500" in result.stdout, result.exception
+
+
+def test_a_player_that_cannot_be_run_costs_only_the_sound(scripted: Scripted, player: None, tmp_path: Path) -> None:
+    (tmp_path / "bin" / "aplay").write_text("no program")
+    scripted.answers = [answered({"content": "hi"}, {"audio": {"data": "AAAA" * 160}})] * 2
+    result = chat(scripted, "one\ntwo\n", "--play", "-o", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (0, "hi\nhi\n"), result.exception
+    assert "aplay cannot be run: Exec format error" in result.stderr
+    assert (tmp_path / "answer-2.wav").exists()
+
+
 def test_a_file_that_cannot_be_written_is_one_line(scripted: Scripted, tmp_path: Path) -> None:
     (folder := tmp_path / "answers").mkdir()
     scripted.before_answer = folder.rmdir
@@ -253,6 +272,13 @@ def test_a_list_of_models_without_end_is_refused(scripted: Scripted) -> None:
     result = chat(scripted, "one\n")
     assert result.exit_code == 1
     assert result.stderr == f"Error: the server's answer is longer than {MAX_VALUE_BYTES} bytes\n"
+
+
+def test_models_whose_names_are_no_text_are_an_invalid_answer(scripted: Scripted) -> None:
+    scripted.listed = b'{"data": [{"id": 5}]}'
+    result = chat(scripted, "one\n")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: the server's answer has an unexpected form"), result.exception
 
 
 def test_a_picture_without_end_is_an_error_of_its_kind(scripted: Scripted) -> None:

@@ -104,6 +104,16 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "qwen3_talker",
         "config.json: Expected",
     ),
+    "a configuration without end": (
+        lambda at: (at / "config.json").write_text('{"a": ' + "[" * 5000),
+        "qwen3_talker",
+        "config.json: maximum recursion depth",
+    ),
+    "a configuration that is no text": (
+        lambda at: (at / "config.json").write_bytes(b'{"gr\xfcn": 1}'),
+        "qwen3_talker",
+        "config.json: 'utf-8' codec",
+    ),
     "a broken index": (lambda at: (at / "model.safetensors.index.json").write_text("{"), "qwen3_talker", "index.json"),
     "an empty shard": (lambda at: cut(at / "1.safetensors", 0), "qwen3_talker", "1.safetensors: "),
     "a header cut off": (lambda at: cut(at / "1.safetensors", 100), "qwen3_talker", "1.safetensors: "),

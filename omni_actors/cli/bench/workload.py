@@ -50,7 +50,7 @@ def read_dataset(path: Path) -> list[Prompt]:
             continue
         try:
             prompt = msgspec.json.decode(line, type=Prompt) if is_json else Prompt(line)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{path}:{number}: {error}") from error
         if prompt.audio is not None:
             prompt = msgspec.structs.replace(prompt, audio=str(path.parent / prompt.audio))

@@ -24,7 +24,10 @@ class PipelineIndex(msgspec.Struct, frozen=True):
 
 
 def read_index(directory: Path) -> PipelineIndex:
-    """Return a pipeline's index. Raises OSError: there is none. msgspec.DecodeError: it names no class."""
+    """Return a pipeline's index.
+
+    Raises OSError: there is none. ValueError, RecursionError: it is no JSON, or names no class.
+    """
     return msgspec.json.decode((directory / INDEX).read_bytes(), type=PipelineIndex)
 
 
