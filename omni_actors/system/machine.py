@@ -109,7 +109,9 @@ def _absent_requirements(extra: str, libraries: tuple[str, ...]) -> list[str]:
 
 
 def _is_importable(library: str) -> bool:
-    return importlib.util.find_spec(library) is not None
+    """Return whether a library has code. A mere folder of its name is found as a package without an origin."""
+    spec = importlib.util.find_spec(library)
+    return spec is not None and spec.origin is not None
 
 
 def _is_installed(requirement: str) -> bool:

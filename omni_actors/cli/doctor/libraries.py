@@ -51,15 +51,24 @@ def check() -> Iterator[Finding]:
     for distribution, (module, extra) in ENGINE_LIBRARIES.items():
         yield _library(distribution, module, extra)
     yield _lock()
-    if importlib.util.find_spec("torch") is not None:
+    if _is_importable("torch"):
         yield from _devices()
 
 
 def _library(distribution: str, module: str, extra: str) -> Finding:
-    if importlib.util.find_spec(module) is None:
+    if not _is_importable(module):
         remedy = f"for the engines of the extra: pip install '.[{extra}]' in the clone"
         return warning("libraries", distribution, "not installed", remedy)
-    return ok("libraries", distribution, importlib.metadata.version(distribution))
+    try:
+        return ok("libraries", distribution, importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return ok("libraries", distribution, f"{module} of another distribution, or of a directory: version unknown")
+
+
+def _is_importable(module: str) -> bool:
+    """Return whether a module has code. A mere folder of its name is found as a package without an origin."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def _lock() -> Finding:
