@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -24,9 +26,25 @@ verbose_option = click.option(
 """The ``--verbose`` option of each command that runs a pipeline. Pass its value to ``click_errors``."""
 
 
+class Text(click.ParamType[str]):
+    """Text that a request can carry. Python reads a byte of an argument that is not UTF-8 as a lone surrogate."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail(f"{text!r} is not text in UTF-8.", param, ctx)
+        return text
+
+
+TEXT = Text()
+
 URL = "http://127.0.0.1:8091"
 """The server that a client uses by default."""
-URL_OPTION = click.option("--url", metavar="URL", help=f'The server; "/v1" may follow.  [default: {URL}]')
+URL_OPTION = click.option("--url", metavar="URL", type=TEXT, help=f'The server; "/v1" may follow.  [default: {URL}]')
 """The ``--url`` option of the commands that are clients of a server."""
 KEY_OPTION = click.option(
     "--api-key", envvar=["OMNI_ACTORS_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="The server's key."
@@ -81,6 +99,33 @@ def click_errors(*, verbose: bool = False) -> Iterator[None]:
             shown += "\n(--verbose shows what the worker wrote to stderr)"
         kind = BadConfig if isinstance(error, ConfigError) else click.ClickException
         raise kind(clean(shown, keep_lines=True)) from error
+
+
+class CannotWrite(OmniError):
+    """What was computed cannot be written.
+
+    Attributes:
+        what: The file, or what was to be written, in words.
+        reason: Why it cannot be written.
+    """
+
+    def __init__(self, what: str | Path, error: Exception) -> None:
+        self.what, self.reason = str(what), getattr(error, "strerror", None) or str(error)
+        super().__init__(f"{self.what} cannot be written: {self.reason}")
+
+
+def require_writable(path: Path) -> None:
+    """Raise click.BadParameter, for ``--output``, unless a file can be written. It is left as it is."""
+    try:
+        if not path.parent.is_dir():
+            raise click.BadParameter(f"there is no directory {path.parent}", param_hint="--output")
+        if not path.exists():
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        elif not path.is_fifo():  # a pipe would be waited for, and its reader would see an end
+            path.open("ab").close()
+    except OSError as error:
+        raise click.BadParameter(str(CannotWrite(path, error)), param_hint="--output") from error
 
 
 def echo_json(json: str) -> None:

@@ -48,6 +48,14 @@ class SoundWriter:
         import soundfile  # takes 50 ms; most systems write no file
 
         if self._file is None:
-            self._file = soundfile.SoundFile(self._path, "w", chunk.sample_rate, channels=1)
+            is_new = not self._path.exists()
+            try:
+                self._file = soundfile.SoundFile(self._path, "w", chunk.sample_rate, channels=1)
+            except (
+                soundfile.LibsndfileError
+            ):  # such as a rate that the format does not have: found after the file is made
+                if is_new:
+                    self._path.unlink(missing_ok=True)
+                raise
         self._file.write(chunk.samples)
         self._file.flush()

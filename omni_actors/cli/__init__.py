@@ -9,9 +9,11 @@ A command is imported when it is used: ``doctor`` must work where the runtime ca
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import sys
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any, NamedTuple
@@ -23,6 +25,9 @@ __all__ = ["INTERRUPTED", "main"]
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
+
+STANDARD_OUTPUT = 1
+"""Its descriptor."""
 
 
 class _Place(NamedTuple):
@@ -75,12 +80,21 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Ctrl-C ends those that do not handle it themselves."""
+        """Run the command. Ctrl-C ends those that do not handle it themselves.
+
+        Raises click.ClickException: a disk is full, such as the one behind standard output.
+        """
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)  # what is buffered fails no second time
+            what = error.filename or "the output"
+            raise click.ClickException(f"{what} cannot be written: {error.strerror}") from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands, each with its summary."""
@@ -99,8 +113,9 @@ class _Commands(click.Group):
 @click.version_option(package_name="omni-actors")
 def main() -> None:
     """Run pipelines of omni-modality models: text, speech and vision in; text, speech and pictures out."""
-    if os.getcwd() not in sys.path:  # an engine "package.module:factory" may be in the working directory
-        sys.path.append(os.getcwd())
+    with suppress(OSError):  # the working directory was deleted
+        if (here := os.getcwd()) not in sys.path:  # an engine "package.module:factory" may be in it
+            sys.path.append(here)
     if sys.stdin is None:  # the shell has closed it
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - until the program ends
     if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal does not have is no reason to fail

@@ -16,7 +16,16 @@ from rich.table import Table
 
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes, run, seconds, wait_ready
-from omni_actors.command_line import PIPELINE, Number, click_errors, echo_json, override_option, verbose_option
+from omni_actors.command_line import (
+    PIPELINE,
+    CannotWrite,
+    Number,
+    click_errors,
+    echo_json,
+    override_option,
+    require_writable,
+    verbose_option,
+)
 from omni_actors.output_files import SOUND_SUFFIXES, SoundWriter
 from omni_actors.outputs import AudioChunk, RequestMetrics
 from omni_actors.plain_text import clean, escape
@@ -60,10 +69,10 @@ def ask(
     """Ask QUESTION, or the one in --audio. Text is printed, and sound is written, as it is generated."""
     if question is None and audio is None:
         raise click.UsageError("give a QUESTION, or one spoken in --audio FILE")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no directory {output.parent}", param_hint="--output")
-    if output is not None and output.suffix.lower() not in SOUND_SUFFIXES:
-        raise click.BadParameter(f"{output}: accepted are {', '.join(SOUND_SUFFIXES)}", param_hint="--output")
+    if output is not None:
+        if output.suffix.lower() not in SOUND_SUFFIXES:
+            raise click.BadParameter(f"{output}: accepted are {', '.join(SOUND_SUFFIXES)}", param_hint="--output")
+        require_writable(output)
     clip = _read_audio(audio) if audio else None
 
     with click_errors():
@@ -89,20 +98,24 @@ async def _ask(
             **params,
         )
         text: list[str] = []
+        failure: CannotWrite | None = None  # of the sound file; the rest of the answer is still printed
         with SoundWriter(output) if output else nullcontext() as sound_file:
             async for out in answer:
                 if isinstance(out.delta, str):
                     text.append(out.delta)
                     if not as_json:
                         click.echo(clean(out.delta, keep_lines=True), nl=False)
-                elif isinstance(out.delta, AudioChunk) and sound_file is not None:
-                    await sound_file.write(out.delta)
+                elif isinstance(out.delta, AudioChunk) and sound_file is not None and failure is None:
+                    try:
+                        await sound_file.write(out.delta)
+                    except (OSError, soundfile.LibsndfileError) as error:
+                        failure = CannotWrite(str(output), error)
         metrics = out.metrics
     assert metrics is not None, "the last output has the metrics"
     if as_json:
         result = {
             "text": "".join(text),
-            "output": str(output) if output and metrics.audio_s else None,
+            "output": str(output) if output and metrics.audio_s and failure is None else None,
             "rtf": metrics.rtf,
             "metrics": metrics,
         }
@@ -110,10 +123,12 @@ async def _ask(
     else:
         click.echo()
         _print_metrics(metrics)
-        if output:
+        if output and failure is None:
             notes.print(
                 f"{output}: {metrics.audio_s:.1f} s of speech" if metrics.audio_s else "the answer has no speech"
             )
+    if failure is not None:
+        raise failure
 
 
 def _read_audio(path: Path) -> AudioChunk:

@@ -194,4 +194,7 @@ def _engine_problems(pipeline: Pipeline) -> Iterator[ConfigError]:
 def _relative(origin: str) -> str:
     """Return ``origin`` with its file relative to the working directory, if the file is below it."""
     path = Path(origin)
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else origin
+    try:
+        return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else origin
+    except OSError:  # the working directory was deleted
+        return origin

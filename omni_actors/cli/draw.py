@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
@@ -21,7 +20,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from omni_actors import config as configuration
 from omni_actors.cli.running import notes, run, seconds, wait_ready
 from omni_actors.cli.terminal_pictures import COLUMNS, ROWS, CoarsePicture, inline_encoder, shows_coarse_pictures
-from omni_actors.command_line import PIPELINE, BadConfig, click_errors, override_option, verbose_option
+from omni_actors.command_line import (
+    PIPELINE,
+    BadConfig,
+    CannotWrite,
+    click_errors,
+    override_option,
+    require_writable,
+    verbose_option,
+)
 from omni_actors.outputs import PICTURE_SUFFIXES, Output, Picture, RequestMetrics
 from omni_actors.system import OmniSystem
 from omni_actors.system.pictures import seed_of
@@ -81,11 +88,13 @@ def draw(
     **params: Any,
 ) -> None:
     """Draw a picture of PROMPT, and write it to a file. On a terminal with true colours, watch it emerge."""
-    _require_writable(output, n)
     if find_spec("PIL") is None:
         raise BadConfig("pictures cannot be written: Pillow is not installed (pip install '.[image]' in the clone)")
     with click_errors():
         pipeline = configuration.load(config, configuration.parse_overrides(assignments))
+    if n > (most := pipeline.limits.max_requests):
+        raise click.BadParameter(f"{n} is more than limits.max_requests, {most}", param_hint="-n")
+    _require_pictures_writable(output, n)
     if params["seed"] is None and _takes(pipeline, "seed"):
         params["seed"] = random.getrandbits(31)  # so that the report names it
     if params["previews"] is None and _takes(pipeline, "previews") and notes.is_terminal:
@@ -96,25 +105,14 @@ def draw(
     run(partial(_draw, pipeline, prompt, output=output, arguments=arguments), verbose=verbose)
 
 
-def _require_writable(output: Path, count: int) -> None:
+def _require_pictures_writable(output: Path, count: int) -> None:
     """Raise click.BadParameter unless the files of ``count`` requests can be written."""
     if output.suffix.lower() not in PICTURE_SUFFIXES:
         found = f"the suffix {output.suffix!r}" if output.suffix else "no suffix"
         accepted = f"{output} has {found}; accepted are {', '.join(PICTURE_SUFFIXES)}"
         raise click.BadParameter(accepted, param_hint="--output")
-    path = output.absolute().parent
-    if not path.is_dir():
-        raise click.BadParameter(f"there is no directory {output.parent}", param_hint="--output")
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            pass
-        for number in range(1, count + 1):
-            path = _numbered(output, number, 1, count)
-            if path.exists():
-                path.open("ab").close()
-    except OSError as error:
-        message = f"{path} cannot be written: {error.strerror}"
-        raise click.BadParameter(message, param_hint="--output") from error
+    for number in range(1, count + 1):
+        require_writable(_numbered(output, number, 1, count))
 
 
 def _takes(pipeline: configuration.Pipeline, name: str) -> bool:
@@ -138,7 +136,7 @@ async def _draw(pipeline: configuration.Pipeline, prompt: str, *, output: Path, 
                 if isinstance(each.delta, Picture) and each.delta.final:
                     finished[each.index] += 1
                     path = _numbered(output, each.index + 1 if count > 1 else 1, finished[each.index], count)
-                    await trio.to_thread.run_sync(each.delta.save, path)
+                    await _save(each.delta, path)
                     notes.print(f"{path}: {each.delta.width} × {each.delta.height}")
                 if each.metrics is not None:
                     notes.print(_facts(each.metrics, seed_of(seed, each.index)), style="dim")
@@ -147,6 +145,14 @@ async def _draw(pipeline: configuration.Pipeline, prompt: str, *, output: Path, 
         display.show_finished()
     if not finished:
         raise click.ClickException("the answer has no picture")
+
+
+async def _save(picture: Picture, path: Path) -> None:
+    """Write a picture. Raises CannotWrite."""
+    try:
+        await trio.to_thread.run_sync(picture.save, path)
+    except OSError as error:
+        raise CannotWrite(path, error) from error
 
 
 def _numbered(path: Path, number: int, part: int, count: int) -> Path:

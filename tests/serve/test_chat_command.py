@@ -309,7 +309,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow: Server, terminal: Cal
     assert exit_code(child) == 0
 
 
-def test_history_and_several_lines_at_the_prompt(
+def test_history_several_lines_and_a_byte_that_is_no_text_at_the_prompt(
     studio: Server, terminal: Callable[..., pexpect.spawn[str]], tmp_path: Path
 ) -> None:
     child = terminal("--url", studio.url)
@@ -320,6 +320,9 @@ def test_history_and_several_lines_at_the_prompt(
     child.send("\x1b[A")  # arrow up: the message before
     child.send("!\r")
     child.expect("one\r\ntwo!one")
+    child.expect(PROMPT)
+    os.write(child.child_fd, b"a\xff\r")
+    child.expect("a\ufffd" * 3)
     child.expect(PROMPT)
     child.send("/quit\r")
     assert exit_code(child) == 0

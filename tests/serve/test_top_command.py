@@ -50,6 +50,17 @@ def test_one_screen_has_stages_rings_and_requests(studio: Server) -> None:
     assert re.search(rf"{answer['id']} +done +\d+\.\d\d s +\d+\.\d\d s +– .*█", result.stdout)
 
 
+def test_a_reader_that_is_gone_is_no_traceback(studio: Server) -> None:
+    command = [sys.executable, "-m", "omni_actors", "top", "--url", studio.url, "--once", "--interval", "0.1"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as output:
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.PIPE, cwd=ROOT, timeout=WATCHDOG_S, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_a_pipeline_is_chosen_by_its_name(studio: Server) -> None:
     chosen = invoke("--url", studio.url, "--once", "--interval", "0.1", "--pipeline", "studio")
     assert (chosen.exit_code, chosen.stdout[:7]) == (0, "studio ")

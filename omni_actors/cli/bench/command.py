@@ -22,12 +22,14 @@ from omni_actors.cli.bench.summary import BOUNDED, Summary, summarize
 from omni_actors.cli.bench.workload import Arrivals, DatasetError, Prompt, made_prompts, read_dataset, repeated
 from omni_actors.cli.running import notes, run
 from omni_actors.cli.server_client import open_server
-from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION, Number
+from omni_actors.command_line import KEY_OPTION, TEXT, URL, URL_OPTION, Number
 from omni_actors.plain_text import clean
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
+MAX_WORDS = 1_000_000
+"""The most words of a made prompt. They are 6 MB, and a server accepts 32 MiB by default."""
 RATE = Number(min=0, min_open=True, max=math.inf, max_open=True)
 _NO_SOUND = "transcriptions need a --dataset of JSON lines, each with the field audio"
 
@@ -35,12 +37,12 @@ _NO_SOUND = "transcriptions need a --dataset of JSON lines, each with the field 
 @click.command()
 @URL_OPTION
 @KEY_OPTION
-@click.option("--model", help="The model. By default the first one that the server lists.")
+@click.option("--model", type=TEXT, help="The model. By default the first one that the server lists.")
 @click.option(
     "--endpoint", type=click.Choice(sorted(ENDPOINTS)), default="chat", show_default=True, help="What to ask."
 )
 @click.option("--speak", "spoken", is_flag=True, help="Ask for spoken answers (chat).")
-@click.option("--voice", default="alloy", show_default=True, help="The voice of speech.")
+@click.option("--voice", type=TEXT, default="alloy", show_default=True, help="The voice of speech.")
 @click.option("--rate", type=RATE, help="Requests per second, as they arrive.")
 @click.option(
     "--arrivals", type=click.Choice(get_args(Arrivals)), default="poisson", show_default=True, help="With --rate: how."
@@ -127,7 +129,7 @@ class _Files:
     def __init__(self, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
         self._json, self._markdown, self._plot = json, markdown, plot
         for path in (json, markdown, plot):
-            if path is not None and not path.absolute().parent.is_dir():
+            if path is not None and not path.parent.is_dir():
                 raise click.BadParameter(f"there is no directory {path.parent}")
         if plot is not None:
             try:
@@ -164,15 +166,22 @@ def _prompts(words: str, dataset: Path | None, load: Load) -> Iterator[Prompt]:
         return repeated(found, load.seed)
     if load.endpoint == "transcriptions":
         raise click.UsageError(_NO_SOUND)
+    return made_prompts(*_bounds(words), load.seed)
+
+
+def _bounds(words: str) -> tuple[int, int]:
+    """Return the least and the most words of a prompt. Raises click.BadParameter."""
     shortest, _, longest = words.partition("-")
     if not shortest.isdecimal() or not (longest or shortest).isdecimal():
         raise click.BadParameter(f"{words!r} is not a number or a range such as 16-64", param_hint="--words")
+    if any(len(each) > len(str(MAX_WORDS)) or int(each) > MAX_WORDS for each in (shortest, longest or shortest)):
+        raise click.BadParameter(f"{words!r:.80}: a prompt has at most {MAX_WORDS} words", param_hint="--words")
     low, high = int(shortest), int(longest or shortest)
     if not 1 <= low <= high:
         raise click.BadParameter(
             f"{words!r}: the first number must be at least 1, and at most the second", param_hint="--words"
         )
-    return made_prompts(low, high, load.seed)
+    return low, high
 
 
 def _goal(goal: str) -> tuple[str, float]:
@@ -191,5 +200,5 @@ def _goal(goal: str) -> tuple[str, float]:
 def _extra(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise click.BadParameter(f"{text!r} is not a JSON object: {error}", param_hint="--extra") from error
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{text!r:.200} is not a JSON object: {error}", param_hint="--extra") from error

@@ -24,6 +24,7 @@ from omni_actors.cli.server_client import ServerError, open_server
 from omni_actors.command_line import (
     KEY_OPTION,
     PIPELINE,
+    TEXT,
     URL,
     URL_OPTION,
     Number,
@@ -43,8 +44,8 @@ _Address = tuple[str, str | None]
 @click.argument("pipeline", required=False, type=PIPELINE)
 @URL_OPTION
 @KEY_OPTION
-@click.option("--model", help="The model. By default the first one that the server lists.")
-@click.option("--system", default="", help="Instructions to the model.")
+@click.option("--model", type=TEXT, help="The model. By default the first one that the server lists.")
+@click.option("--system", type=TEXT, default="", help="Instructions to the model.")
 @click.option("--speak", is_flag=True, help="Ask for spoken answers.")
 @click.option("--play", is_flag=True, help=f"Play them with {', '.join(player[0] for player in PLAYERS)}.")
 @click.option(
@@ -54,7 +55,7 @@ _Address = tuple[str, str | None]
     type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
     help="Write each spoken answer to this directory: answer-1.wav, …",
 )
-@click.option("--voice", default="alloy", show_default=True, help="The voice of spoken answers.")
+@click.option("--voice", type=TEXT, default="alloy", show_default=True, help="The voice of spoken answers.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.")
 @click.option("--temperature", type=Number(0, 2), help="Temperature of sampling; 0 is greedy.")
 @click.option("--commands", "has_commands", is_flag=True, help="In a pipe, run lines that begin with a slash.")

@@ -5,6 +5,7 @@ In both, a line that ends with a backslash goes on in the next line.
 
 from __future__ import annotations
 
+import re
 import sys
 from io import TextIOWrapper
 from typing import Protocol
@@ -16,6 +17,7 @@ from omni_actors.errors import OmniError
 MAX_MESSAGE_CHARACTERS = 2**20
 """The most characters of a message from a pipe, with its line ends."""
 CONTINUES = "\\"
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class MessageTooLong(OmniError):
@@ -23,6 +25,11 @@ class MessageTooLong(OmniError):
 
     def __init__(self) -> None:
         super().__init__(f"a message is longer than {MAX_MESSAGE_CHARACTERS} characters; it was not sent")
+
+
+def with_replacements(text: str) -> str:
+    """Return a text with U+FFFD for each lone surrogate, which stands for a byte that is not UTF-8."""
+    return _SURROGATE.sub("\ufffd", text)
 
 
 class Reader(Protocol):

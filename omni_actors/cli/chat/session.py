@@ -14,10 +14,11 @@ import trio
 
 from omni_actors.cli.answer_events import AnswerPart, answer_part
 from omni_actors.cli.chat.conversation import Conversation
-from omni_actors.cli.chat.sound import CannotWriteSound, SoundSink, sound_sink
+from omni_actors.cli.chat.sound import SoundSink, sound_sink
 from omni_actors.cli.measurement import Measurement
 from omni_actors.cli.running import notes
 from omni_actors.cli.server_client import Server, ServerError, events
+from omni_actors.command_line import CannotWrite
 from omni_actors.plain_text import clean
 
 
@@ -69,12 +70,12 @@ class Session:
     async def ask(self, text: str) -> None:
         """Send a message, and print the answer while it arrives. ``stop_answer`` ends it early.
 
-        Raises ServerError: the conversation is then as before, with what was attached. Raises CannotWriteSound after
+        Raises ServerError: the conversation is then as before, with what was attached. Raises CannotWrite after
         the answer, which stays in the conversation.
         """
         self.conversation.ask(text)
         now = time.monotonic()
-        failure: CannotWriteSound | None = None
+        failure: CannotWrite | None = None
         measurement, texts = Measurement(due=now, sent=now), list[str]()
         try:
             with trio.CancelScope() as self._scope:
@@ -95,7 +96,7 @@ class Session:
         if failure is not None:
             raise failure
 
-    async def _receive(self, measurement: Measurement, texts: list[str]) -> CannotWriteSound | None:
+    async def _receive(self, measurement: Measurement, texts: list[str]) -> CannotWrite | None:
         speech = self._speech
         path = None if speech.folder is None else _free_path(speech.folder, self._answers + 1)
         body = {"model": self.model, "messages": self.conversation.messages, "stream": True}

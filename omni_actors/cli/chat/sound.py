@@ -13,8 +13,8 @@ import numpy as np
 import trio
 
 from omni_actors.cli.answer_events import SAMPLE_BYTES, SPEECH_RATE
-from omni_actors.cli.running import helper_tasks
-from omni_actors.errors import OmniError
+from omni_actors.cli.running import helper_tasks, notes
+from omni_actors.command_line import CannotWrite
 from omni_actors.output_files import SoundWriter
 from omni_actors.outputs import AudioChunk
 
@@ -33,10 +33,6 @@ def find_player() -> tuple[str, ...] | None:
     return next((command for command in PLAYERS if shutil.which(command[0])), None)
 
 
-class CannotWriteSound(OmniError):
-    """The file of a spoken answer cannot be written."""
-
-
 class SoundSink:
     """Takes the sound of one answer.
 
@@ -47,7 +43,7 @@ class SoundSink:
 
     def __init__(self, file: SoundWriter | None, player: trio.MemorySendChannel[bytes] | None) -> None:
         self._file, self._player = file, player
-        self.failure: CannotWriteSound | None = None
+        self.failure: CannotWrite | None = None
         """Why the file has not all of the sound. The rest of the answer is still taken."""
         self._rest = b""
         """The first half of a sample."""
@@ -70,7 +66,7 @@ class SoundSink:
         try:
             await self._file.write(chunk)
         except (OSError, soundfile.LibsndfileError) as error:
-            self.failure = CannotWriteSound(f"the spoken answer cannot be written: {error}")
+            self.failure = CannotWrite("the spoken answer", error)
 
 
 @asynccontextmanager
@@ -94,10 +90,19 @@ async def _playing(command: tuple[str, ...]) -> AsyncIterator[trio.MemorySendCha
 
 
 async def _play(command: tuple[str, ...], pieces: trio.MemoryReceiveChannel[bytes]) -> None:
-    """Play pieces until their end. A player that ends early, because there is no sound card, costs only the sound."""
+    """Play pieces until their end. A player that ends early, because there is no sound card, costs only the sound.
+
+    So does one that cannot be run, such as a program for another machine.
+    """
     quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
     async with trio.open_nursery() as nursery, pieces:
-        process: trio.Process = await nursery.start(partial(trio.run_process, [*command], **quiet))
+        try:
+            process: trio.Process = await nursery.start(partial(trio.run_process, [*command], **quiet))
+        except OSError as error:
+            notes.print(f"{command[0]} cannot be run: {error.strerror}", style="yellow")
+            async for _ in pieces:
+                pass
+            return
         assert process.stdin is not None
         has_player = True
         async with process.stdin:

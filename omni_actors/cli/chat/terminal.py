@@ -13,7 +13,7 @@ from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from omni_actors.cli.chat.reader import CONTINUES
+from omni_actors.cli.chat.reader import CONTINUES, with_replacements
 from omni_actors.cli.running import notes
 
 HISTORY_BYTES = 256 * 1024
@@ -21,7 +21,7 @@ HISTORY_BYTES = 256 * 1024
 
 
 class TerminalReader:
-    """Reads messages at a prompt with history, search, and completion of commands.
+    """Reads messages at a prompt with history, search, and completion of commands. Wrong bytes become U+FFFD.
 
     Args:
         commands: The words to complete.
@@ -49,7 +49,8 @@ class TerminalReader:
             nursery.start_soon(self._exit_when_cancelled)
             try:
                 # prompt_toolkit runs on asyncio, in a thread of its own; signals belong to the main thread.
-                return await trio.to_thread.run_sync(lambda: self._session.prompt(handle_sigint=False))
+                text = await trio.to_thread.run_sync(lambda: self._session.prompt(handle_sigint=False))
+                return with_replacements(text)
             except EOFError:
                 return None
             except OSError as error:

@@ -22,7 +22,7 @@ from omni_actors.cli.server_client import open_server
 from omni_actors.cli.top.rates import Rates
 from omni_actors.cli.top.screen import Space, screen
 from omni_actors.cli.top.source import StateSource
-from omni_actors.command_line import KEY_OPTION, URL, URL_OPTION, Number
+from omni_actors.command_line import KEY_OPTION, TEXT, URL, URL_OPTION, Number
 
 SILENCE_S = 30.0
 """A server that sends nothing for so long is lost: it sends a comment every ten seconds."""
@@ -35,7 +35,7 @@ QUIT = b"q\x03\x04"
 @click.command()
 @URL_OPTION
 @KEY_OPTION
-@click.option("--pipeline", help="One of several that the server has. By default its first one.")
+@click.option("--pipeline", type=TEXT, help="One of several that the server has. By default its first one.")
 @click.option("--interval", type=Number(min=0.1), default=0.5, show_default=True, help="Seconds a screen.")
 @click.option("--once", is_flag=True, help="Print one screen after an interval, and end.")
 def top(url: str | None, api_key: str | None, pipeline: str | None, interval: float, once: bool) -> None:
@@ -48,13 +48,19 @@ def top(url: str | None, api_key: str | None, pipeline: str | None, interval: fl
         console.width = WIDTH_OF_A_FILE
     if not once and not (console.is_terminal and sys.stdin.isatty()):
         raise click.UsageError("standard input and output must be a terminal; --once prints one screen")
-    run(partial(_Top(console, url or URL, interval).run, api_key, pipeline, once=once))
+    screens = _Top(console, url or URL, interval)
+    run(partial(screens.run, api_key, pipeline, once=once))
+    if once:
+        assert screens.last is not None, "the command has not failed"
+        console.print(screens.last, crop=False)
 
 
 class _Top:
     def __init__(self, console: Console, url: str, interval: float) -> None:
         self._console, self._url, self._interval = console, url, interval
         self._rates = Rates()
+        self.last: RenderableType | None = None
+        """The screen of ``--once``. It is printed outside trio: rich ends the program if nobody reads it."""
 
     async def run(self, api_key: str | None, pipeline: str | None, *, once: bool) -> None:
         """Show the state until a key ends it. Raises ServerError: the first connection failed."""
@@ -68,7 +74,7 @@ class _Top:
         self._update(source)
         await trio.sleep(self._interval)
         self._update(source)
-        self._console.print(self._screen(source, lines=None), crop=False)
+        self.last = self._screen(source, lines=None)
         scope.cancel()
 
     async def _live(self, source: StateSource, scope: trio.CancelScope) -> None:
