@@ -60,7 +60,7 @@ class _Top:
         self._console, self._url, self._interval = console, url, interval
         self._rates = Rates()
         self.last: RenderableType | None = None
-        """The screen of ``--once``. It is printed outside trio: rich ends the program if nobody reads it."""
+        """The screen of ``--once``. It is printed outside trio: rich ends the program when its pipe is closed."""
 
     async def run(self, api_key: str | None, pipeline: str | None, *, once: bool) -> None:
         """Show the state until a key ends it. Raises ServerError: the first connection failed."""
