@@ -23,12 +23,13 @@ QUESTION = "Name three colours."
 @pytest.fixture(scope="module")
 def adapters(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Adapter]:
     folder = tmp_path_factory.mktemp("adapters")
-    return [adapter(write_adapter(folder / name, smollm2, TARGETS, seed=seed), name) for seed, name in enumerate("abc")]
+    made = {name: write_adapter(folder / name, smollm2, TARGETS, seed=seed) for seed, name in enumerate("abcd")}
+    return [adapter(directory, name) for name, directory in made.items()]
 
 
 @pytest.fixture(scope="module")
 def driver(open_stage: Callable[..., Any]) -> Iterator[Driver]:
-    lora = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+    lora = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8}
     with closing(open_stage("vllm", engine_args=lora)) as engine:
         yield Driver(engine)
 
@@ -51,13 +52,13 @@ def keep(driver: Driver, *adapters: Adapter, pinned: tuple[str, ...] = ()) -> No
 def test_each_request_of_a_batch_has_its_own_adapter(
     driver: Driver, drive: Callable[..., Driver], adapters: list[Adapter]
 ) -> None:
-    """There are three adapters and two slots, so vLLM lets some requests wait and loads adapters again."""
+    """vLLM has four adapters, two slots and memory for three: some requests wait, and it loads adapters again."""
     ours, asked = drive("llm"), [None, *adapters, *adapters[::-1], None]
     for each in (ours, driver):
         for number, lora in enumerate(asked):
             ask(each, number, lora)
     expected = texts(ours.run())
-    assert len(set(expected.values())) == 4, "each adapter gives another answer"
+    assert len(set(expected.values())) == 5, "each adapter gives another answer"
     assert texts(driver.run()) == expected
 
 
@@ -72,25 +73,72 @@ def test_resumed_requests_keep_their_adapters(driver: Driver, adapters: list[Ada
     for number, lora in asked.items():
         ask(driver, number, lora, tuple(output.decisions for output in whole[number][: 5 + number]))
     assert texts(driver.run()) == texts(whole)
-    again = sum(outputs[-1].data["completion_tokens"] for outputs in whole.values()) - (5 + 6 + 7 + 8)
+    again = sum(outputs[-1].data["completion_tokens"] for outputs in whole.values()) - (5 + 6 + 7 + 8 + 9)
     assert engine.gauges()["generation_tokens"] - before == again
 
 
-def test_adapters_are_kept_pinned_and_removed(driver: Driver, adapters: list[Adapter]) -> None:
+def test_adapters_are_kept_and_removed(driver: Driver, adapters: list[Adapter]) -> None:
     engine: Any = driver.engine
     assert engine.capabilities()["load_lora"] is None
-    keep(driver, *adapters[:2], pinned=("a",))
+    keep(driver, *adapters[:2])
     assert {*engine._adapters.loaded} == {*adapters[:2]}
     assert len(engine._llm.list_loras()) == 2
-    with pytest.raises(InvalidRequest, match=r"2 pinned adapters leave no slot for others; engine_args.max_loras is 2"):
-        keep(driver, *adapters, pinned=("a", "b"))
     ask(driver, 1, adapters[2])
     driver.step()
     keep(driver)
     assert {*engine._adapters.loaded} == {adapters[2]}
     driver.run()
+    assert not engine._llm.list_loras(), "it ends with its last request"
+
+
+def test_a_pinned_adapter_stays_in_memory_beside_a_batch_of_others(driver: Driver, adapters: list[Adapter]) -> None:
+    """The batch has as many other adapters as vLLM has slots, and then more that push these out of memory."""
+    engine: Any = driver.engine
+    others = [adapters[1], adapters[2], adapters[3], adapters[1]]
+    for number, lora in enumerate(others):
+        ask(driver, number, lora)
+    expected = texts(driver.run())
+    keep(driver, *adapters, pinned=("a",))
+    pinned = engine._adapters.name_of(adapters[0]).lora_int_id
+    for number, lora in enumerate(others):
+        ask(driver, number, lora)
+    found: dict[int, list[Any]] = {}
+    while driver.engine.busy:
+        for output in driver.step():
+            found.setdefault(output.request_id, []).append(output)
+        assert pinned in engine._llm.list_loras()
+    assert texts(found) == expected
+    keep(driver, *adapters)
+    for number, lora in enumerate(others):
+        ask(driver, number, lora)
+    assert texts(driver.run()) == expected
+    assert pinned not in engine._llm.list_loras(), "it is pinned no more, and was not used"
     keep(driver)
-    assert not engine._llm.list_loras()
+
+
+def test_more_pins_than_vllm_has_memory_beside_a_batch_are_refused(driver: Driver, adapters: list[Adapter]) -> None:
+    why = r"2 pinned adapters .*; engine_args.max_cpu_loras is 3, and max_loras is 2"
+    with pytest.raises(InvalidRequest, match=why) as refused:
+        keep(driver, *adapters, pinned=("a", "b"))
+    assert refused.value.param == "pinned"
+    keep(driver)
+
+
+def test_an_adapter_that_was_pinned_gives_way_when_its_last_request_ends(
+    driver: Driver, adapters: list[Adapter]
+) -> None:
+    """It is removed while a request uses it, and another one is pinned before that request ends."""
+    engine: Any = driver.engine
+    keep(driver, adapters[0], pinned=("a",))
+    ask(driver, 1, adapters[0])
+    keep(driver)
+    keep(driver, *adapters[1:3], pinned=("b",))
+    driver.run()
+    assert {*engine._adapters.loaded} == {*adapters[1:3]}
+    for number, lora in enumerate(adapters[1:3]):
+        ask(driver, number, lora)
+    assert all(texts(driver.run()).values())
+    keep(driver)
 
 
 def test_what_vllm_cannot_load_is_refused(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any
 
@@ -76,6 +77,8 @@ NAMES = (
     "vllm.multimodal.inputs:PlaceholderRange.offset",
     "vllm.multimodal.inputs:MultiModalFieldConfig.batched(keep_on_cpu)",
     "vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory",
+    "vllm.utils.cache:LRUCache.pin(key)",
+    "vllm.utils.cache:LRUCache.popitem(remove_pinned)",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_embedding",
@@ -101,6 +104,8 @@ TIMES = ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_
 """The histograms of vLLM whose means are of interest beside those of the stages (``omni_stage_…``)."""
 BATCH_ATTRIBUTES = ("req_ids", "req_id_to_index", "num_computed_tokens_cpu", "num_reqs", "generators", "vocab_size")
 """Attributes of instances, which are looked up when the weights are loaded."""
+LORA_MEMORY = "lora_manager._adapter_manager._registered_adapters"
+"""Where the model runner has the adapters that are in host memory, if it serves adapters."""
 
 
 class UnsupportedVLLMVersion(ImportError):
@@ -283,8 +288,20 @@ class StageWorker(_Base):  # type: ignore[misc]
         missing = [f"model_runner.{name}" for name in RUNNER_ATTRIBUTES if not hasattr(runner, name)]
         batch = runner.input_batch
         missing += [f"model_runner.input_batch.{name}" for name in BATCH_ATTRIBUTES if not hasattr(batch, name)]
+        if self.vllm_config.lora_config is not None:
+            try:
+                self._adapters: Any = attrgetter(LORA_MEMORY)(runner)
+            except AttributeError:
+                missing.append(f"model_runner.{LORA_MEMORY}")
         if missing:
             raise UnsupportedVLLMVersion(missing)
+
+    def pin_adapters(self, numbers: Sequence[int]) -> None:
+        """Let exactly these adapters stay in host memory, of those that are there. They need no slot of the batch."""
+        self._adapters.pinned_items.clear()
+        for number in numbers:
+            if number in self._adapters:
+                self._adapters.pin(number)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         new = {each.req_id: tokens_at_once(each.sampling_params) for each in scheduler_output.scheduled_new_reqs}

@@ -5,14 +5,17 @@ Rules
    which it began.
 2. vLLM keeps ``max_cpu_loras`` adapters in memory and reads others again when they are needed. Before a request begins,
    an adapter that is not in memory is read here, which checks its hash, and added to vLLM again.
-3. A pinned adapter occupies one of vLLM's ``max_loras`` slots for good. One slot stays free for other adapters.
+3. A pinned adapter stays in that memory, and occupies none of the ``max_loras`` slots of the batch. vLLM's scheduler
+   does not ask what is pinned: it may put ``max_loras`` other adapters into one batch. With ``LLMEngine.pin_lora``,
+   which occupies a slot too, that step would fail. All adapters of a batch are in memory, so ``max_cpu_loras`` less
+   ``max_loras`` can be pinned.
 4. What vLLM raises for an adapter that it cannot load becomes ``InvalidAdapter``, with vLLM's message.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -27,10 +30,10 @@ _LOADING_ERRORS = (ValueError, TypeError, KeyError, RuntimeError, OSError, Asser
 
 
 class VLLMAdapters:
-    """The adapters of one ``LLMEngine``: an ``AdapterStore``. slots: vLLM's ``max_loras``."""
+    """The adapters of one ``LLMEngine``: an ``AdapterStore``. Its workers are ``StageWorker``."""
 
-    def __init__(self, llm: Any, slots: int) -> None:
-        self._llm, self._slots = llm, slots
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
         self._names: dict[Adapter, LoRARequest] = {}
         """vLLM's name of each version that was loaded and not removed."""
         self._kept: set[Adapter] = set()
@@ -45,16 +48,20 @@ class VLLMAdapters:
         return None if adapter is None else self._names[adapter]
 
     def use(self, adapter: Adapter, in_use: Collection[Adapter]) -> None:
-        self._load(adapter)
         self.trim({adapter, *in_use})
+        self._load(adapter)
 
     def keep(self, kept: KeptAdapters, in_use: Collection[Adapter]) -> None:
-        """As in ``AdapterStore``. Raises InvalidRequest if the pinned adapters leave no slot for others."""
+        """As in ``AdapterStore``. Raises InvalidRequest if so many adapters cannot be pinned (rule 3)."""
         pinned = [each for each in kept.adapters if each.name in kept.pinned]
-        if pinned and len(pinned) >= self._slots:
-            message = f"{len(pinned)} pinned adapters leave no slot for others; engine_args.max_loras is {self._slots}"
-            raise InvalidRequest(message, param="pinned")
+        lora = self._llm.vllm_config.lora_config
+        if pinned and len(pinned) > lora.max_cpu_loras - lora.max_loras:
+            message = f"{len(pinned)} pinned adapters leave no memory for the other adapters of a batch"
+            arguments = f"engine_args.max_cpu_loras is {lora.max_cpu_loras}, and max_loras is {lora.max_loras}"
+            raise InvalidRequest(f"{message}; {arguments}", param="pinned")
         before, self._kept = self._kept, set(kept.adapters)
+        self.trim(in_use)
+        self._pin(pinned)
         for adapter in kept.adapters:
             if adapter in before and adapter not in pinned:
                 continue  # vLLM may have evicted it; the next request that names it loads it again
@@ -63,13 +70,16 @@ class VLLMAdapters:
             except InvalidAdapter as error:  # the requests that name it are refused
                 print(error, file=sys.stderr)
             else:
-                if adapter in pinned:
-                    self._llm.pin_lora(self._names[adapter].lora_int_id)
-        self.trim(in_use)
+                self._pin(pinned)
 
     def trim(self, in_use: Collection[Adapter]) -> None:
         for adapter in self._names.keys() - self._kept - set(in_use):
             self._llm.remove_lora(self._names.pop(adapter).lora_int_id)
+
+    def _pin(self, pinned: Sequence[Adapter]) -> None:
+        """Let exactly these stay in vLLM's memory, as far as they are there."""
+        numbers = [self._names[each].lora_int_id for each in pinned if each in self._names]
+        self._llm.collective_rpc("pin_adapters", args=(numbers,))
 
     def _load(self, adapter: Adapter) -> None:
         """Let vLLM load an adapter that is not in its memory. Raises InvalidAdapter."""

@@ -142,9 +142,8 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         _internals.register_in_process(config.get("architectures") or ())
         self._llm = LLMEngine.from_engine_args(arguments)
         self._context: int = self._llm.model_config.max_model_len
-        lora = self._llm.vllm_config.lora_config
-        self._adapters = VLLMAdapters(self._llm, 0 if lora is None else lora.max_loras)
-        if lora is None:
+        self._adapters = VLLMAdapters(self._llm)
+        if self._llm.vllm_config.lora_config is None:
             self._capabilities |= {LOAD: DISABLED, KEEP: DISABLED}
         self._capabilities |= control.capabilities(self._llm)
         self._capabilities["update_weights"] = control.why_no_new_weights(self._llm) or self._update_weights
@@ -246,6 +245,12 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
             self._begun = [each for each in self._begun if each[0] is not request]
             self._free_ended()
         super().abort(request_id)
+
+    def _forget(self, request: R) -> None:
+        """Forget a request that ends with its next output, and free an adapter that only it has used."""
+        del self._requests[request.id]
+        if request.adapter is not None:
+            self._adapters.trim(self._adapters_in_use())
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
         yield from self._put_out_again()

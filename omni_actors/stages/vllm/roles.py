@@ -122,7 +122,7 @@ class PrefillingEngine(_SplitEngine):
     def _outputs(self, request: TextRequest[Any], output: Any) -> Iterator[base.StageOutput]:
         assert isinstance(request, PrefillRequest)
         assert request.end is not None, "the last block is complete with the prompt"
-        del self._requests[request.id]
+        self._forget(request)
         number = math.ceil(len(request.tokens) / self._block_size) - 1
         data, tensors = self._chunk(request, SavedBlock(request.internal_id, number, request.end))
         data |= {TRANSFER: output.kv_transfer_params}

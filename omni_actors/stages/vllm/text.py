@@ -104,6 +104,6 @@ class TextEngine(VLLMEngine[TextRequest[Any]]):
 
     def _output(self, request: TextRequest[Any], entry: Entry, data: dict[str, Any]) -> StageOutput:
         if last := not request.running:
-            del self._requests[request.id]
+            self._forget(request)
         decisions, partial = request.declare(entry), entry.logprobs is None
         return StageOutput(request.id, data=data, last=last, decisions=decisions, partial=partial)

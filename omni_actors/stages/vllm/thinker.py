@@ -226,9 +226,9 @@ class Thinker(OmniPromptEngine[R], VLLMEngine[R]):
                     handoff.add_token(row)
             downstream = handoff.take(lambda: self._handoff_header(request), request.answer.certain_tokens)
         if last:
-            del self._requests[request.id]
             if finish_reason is None:
                 self._llm.abort_request([str(request.id)])
+            self._forget(request)
         return StageOutput(request.id, data=data, downstream=downstream, last=last)
 
     def _embed(self, ids: Any) -> Tensor:
