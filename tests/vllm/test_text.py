@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from vllm import SamplingParams
 from omni_actors.errors import InvalidRequest
 from omni_actors.serve.api.tools import FunctionDefinition, Tool, call_schema
 from omni_actors.stages.vllm import _internals
-from omni_actors.stages.vllm.arguments import WrongEngineArgument
+from omni_actors.stages.vllm.arguments import WrongEngineArgument, sampling_params
 from omni_actors.stages.vllm.options import VLLMParams, VLLMSampling
 
 QUESTIONS = [
@@ -71,6 +72,23 @@ def test_greedy_answers_equal_those_of_the_llm_engine(driver: Any, drive: Callab
             assert text_of(outputs) == text_of(expected[number])
             for fact in ("finish_reason", "prompt_tokens", "completion_tokens"):
                 assert outputs[-1].data[fact] == expected[number][-1].data[fact]
+
+
+@pytest.mark.parametrize(("seed", "n"), [(-1, 1), (-2, 3), (-(2**63), 1), (2**63 - 1, 2)])
+def test_every_seed_draws_the_same_tokens_again(driver: Any, seed: int, n: int) -> None:
+    """Also the one that vLLM takes for none, -1, which further answers of a smaller seed have. Answers differ."""
+    params = {"temperature": 1.0, "max_tokens": 12, "extra_args": {"own_logits": True}, "detokenize": False}
+    found = []
+    for _ in range(2):
+        answers: dict[int, list[int]] = {}
+        for output in answer(driver, seed=seed, n=n, **params):
+            answers.setdefault(output.data.get("index", 0), []).extend(output.data["token_ids"])
+        found.append(answers)
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens in found[0].values()}) == n
+    sampling = sampling_params(VLLMParams(seed=seed, n=n, temperature=1.0))
+    for made in (sampling, pickle.loads(pickle.dumps(sampling))):
+        assert not {None, -1} & {made.seed if made.seed is None else made.seed + index for index in range(n)}
 
 
 def test_every_field_of_sampling_params_can_be_given() -> None:

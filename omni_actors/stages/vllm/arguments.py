@@ -39,6 +39,8 @@ STRUCTS: Mapping[str, type[Any]] = {
     "repetition_detection": RepetitionDetectionParams,
 }
 """The parameters that vLLM takes as structs."""
+_SEEDS = 2**62
+"""What is added to a seed that vLLM would take for none."""
 
 
 class WrongEngineArgument(ValueError):
@@ -98,6 +100,8 @@ def sampling_params(params: VLLMSampling) -> SamplingParams:
                 fields[name] = struct(**fields[name])
         if fields.get("logit_bias") is not None:
             fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+        if params.seed is not None and -fields.get("n", 1) <= params.seed < 0:
+            fields["seed"] = params.seed + _SEEDS  # vLLM takes -1 for none; the answers have seed, seed + 1, …
         return SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
     except CLIENT_ERRORS as error:
         raise refusal(error) from error
