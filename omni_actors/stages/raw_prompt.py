@@ -95,11 +95,16 @@ class RawPrompt:
         """Return the embeddings, (n, hidden), in ``dtype``.
 
         hidden: what the model takes. repetition_penalty: of the request.
-        Raises InvalidRequest: they are not of that size, or the request has a penalty, which counts tokens.
+        Raises InvalidRequest: they are not of that size, some numbers are beyond ``dtype``, or the request has a
+        penalty, which counts tokens.
         """
         if repetition_penalty != 1.0:
             message = "a repetition penalty counts the prompt's tokens, and embeds have none"
             raise InvalidRequest(message, param="repetition_penalty")
         if found := [each.shape[1] for each in self._embeds if each.shape[1] != hidden]:
             raise InvalidRequest(f"embeds: rows of {found[0]} numbers; the model takes {hidden}", param="embeds")
-        return torch.cat([each.to(dtype) for each in self._embeds])
+        embeds = torch.cat([each.to(dtype) for each in self._embeds])
+        if not embeds.isfinite().all():
+            taken = str(dtype).removeprefix("torch.")
+            raise InvalidRequest(f"embeds: some numbers are not finite as {taken}", param="embeds")
+        return embeds

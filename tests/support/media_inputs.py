@@ -90,6 +90,7 @@ def video_file(
     size: tuple[int, int] = (48, 64),
     times: Iterable[int] = (),
     audio: np.ndarray[Any, np.dtype[np.float32]] | None = None,
+    audio_codec: str = "pcm_s16le",
     pixels: np.ndarray[Any, np.dtype[np.uint8]] | None = None,
 ) -> bytes:
     """Frame i is grey of brightness 4 × i, or ``pixels``. times: of the frames, in ms. audio: (channels, n) at RATE."""
@@ -103,7 +104,7 @@ def video_file(
             stream.codec_context.time_base = Fraction(1, 1000)
         track: Any = None
         if audio is not None:
-            track = container.add_stream("pcm_s16le", rate=RATE, layout="stereo" if len(audio) == 2 else "mono")
+            track = container.add_stream(audio_codec, rate=RATE, layout="stereo" if len(audio) == 2 else "mono")
         for number in range(len(times) or count):
             grey = np.full((*size, 3), min(4 * number, 255), np.uint8)
             frame = av.VideoFrame.from_ndarray(grey if pixels is None else pixels, format="rgb24")

@@ -23,6 +23,8 @@ SHORTEST_S = 0.1
 _RATES = range(1000, 384001)
 _LOUDEST = 2.0**31
 """The magnitude of 32-bit integer samples that were not scaled. Beyond it, feature extractors overflow."""
+WILD_SAMPLES = f"are not finite, or beyond ±{_LOUDEST:g}"
+"""What is wrong with samples that are not ``are_usable``, in words."""
 
 
 class Recording(msgspec.Struct):
@@ -109,12 +111,17 @@ def copy_samples(tensor: Tensor, data: Mapping[str, Any]) -> tuple[Floats, int]:
     if tensor.dtype != "float32" or len(tensor.shape) != 1:
         raise audio_refusal(f"mono float32 samples were expected, not {tensor.dtype} {tensor.shape}")
     audio: Floats = tensor.numpy().copy()  # before any other check: an exception would keep a view alive
-    if not (np.abs(audio) <= _LOUDEST).all():
-        raise audio_refusal(f"some samples are not finite, or beyond ±{_LOUDEST:g}")
+    if not are_usable(audio):
+        raise audio_refusal(f"some samples {WILD_SAMPLES}")
     sample_rate = data.get("sample_rate")
     if not isinstance(sample_rate, int) or sample_rate not in _RATES:
         raise audio_refusal(f"a sample rate of {_RATES[0]} to {_RATES[-1]} Hz was expected, not {sample_rate!r}")
     return audio, sample_rate
+
+
+def are_usable(samples: np.ndarray[Any, Any]) -> bool:
+    """Return whether feature extractors bear all of these samples. NaN and infinity they do not."""
+    return bool((np.abs(samples) <= _LOUDEST).all())
 
 
 def audio_refusal(message: str, code: str = "invalid_value") -> InvalidRequest:

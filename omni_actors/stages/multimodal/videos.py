@@ -5,7 +5,7 @@ Rules
    k / rate seconds, for a file of any rate, constant or not. So the timing is exact and matches the sound.
 2. Limits apply before memory is used: size, duration and number of frames are checked in the header and again while
    decoding, each frame is shrunk when it is decoded, and decoding has a deadline. It is checked behind each packet,
-   because packets may take time and give no frame.
+   because packets may take time and give no frame, and before each sample, because a frame may stay for many.
 3. Containers that refer to other files or addresses (playlists) are not opened.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from omni_actors.stages.base import InvalidRequest
-from omni_actors.stages.multimodal.audio import SHORTEST_S, Recording
+from omni_actors.stages.multimodal.audio import SHORTEST_S, WILD_SAMPLES, Recording, are_usable
 from omni_actors.stages.multimodal.files import refuse_unreadable
 from omni_actors.stages.multimodal.frames import resize
 from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
@@ -107,7 +107,8 @@ def decode_sound(data: bytes, index: int, max_s: float, deadline: Deadline) -> R
     """Decode the sound of a video file, mixed to mono. None: it has no sound.
 
     max_s: the longest sound that is accepted, in seconds. deadline: of the request.
-    Raises InvalidRequest: the file cannot be decoded, or the sound is too long or too slow to decode.
+    Raises InvalidRequest: the file cannot be decoded, the sound is too long or too slow to decode, or its samples are
+    not usable.
     """
     with _opened(data, index) as container:
         if not container.streams.audio:
@@ -117,7 +118,10 @@ def decode_sound(data: bytes, index: int, max_s: float, deadline: Deadline) -> R
         sample_rate, total = 0, 0
         for frame in chain(_decoded(container, container.streams.audio[0], index, deadline), (None,)):
             for plain in resampler.resample(frame):
-                samples = plain.to_ndarray().mean(0, dtype=np.float32)
+                channels = plain.to_ndarray()
+                if not are_usable(channels):
+                    raise _refusal(index, f"some samples of its sound {WILD_SAMPLES}", "invalid_video")
+                samples = channels.mean(0, dtype=np.float32)
                 sample_rate, total = plain.sample_rate, total + len(samples)
                 if total > max_s * sample_rate:
                     raise _refusal(index, f"its sound is too long; the limit is {max_s:g} s", "video_too_long")
@@ -160,21 +164,27 @@ class _FrameSampler:
 
     def keep_until(self, end: float, visible: Pixels | av.VideoFrame) -> None:
         """Keep the frame that is visible until ``end`` seconds, once for each sample that is due by then."""
+        shrunk: torch.Tensor | None = None
         while len(self._kept) / self._fps < end - self._slack:
-            self._keep(_pixels(visible))
+            self._deadline.check("video", self._index)
+            if shrunk is None:
+                shrunk = self._shrunk(_pixels(visible))
+            self._keep(shrunk)
 
-    def _keep(self, frame: Pixels) -> None:
+    def _shrunk(self, frame: Pixels) -> torch.Tensor:
         # The first frame determines the size of all, even if the file changes its size later.
-        if self._size is None:
-            self._size = self._fit(*frame.shape[:2])
-        if len(self._kept) == self._size.frames:
+        self._size = self._size or self._fit(*frame.shape[:2])
+        pixels = torch.from_numpy(np.ascontiguousarray(frame))[None]
+        return resize(pixels, self._size.height, self._size.width)
+
+    def _keep(self, shrunk: torch.Tensor) -> None:
+        if self._size is not None and len(self._kept) == self._size.frames:
             many = f"it has more than {self._size.frames} frames of its size, which is the limit of the prompt's tokens"
             raise _refusal(self._index, many, "context_length_exceeded")
         if len(self._kept) == self._limits.video_frames:
             many = f"it has too many frames at {self._fps:g} frames a second; the limit is {self._limits.video_frames}"
             raise _refusal(self._index, many, "video_too_long")
-        pixels = torch.from_numpy(np.ascontiguousarray(frame))[None]
-        self._kept.append(resize(pixels, self._size.height, self._size.width))
+        self._kept.append(shrunk)
 
     def frames(self) -> Frames:
         return Frames(torch.cat(self._kept), self._fps)

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from omni_actors.stages.autoregressive.options import MOST_CUT
-from omni_actors.stages.base import Decisions, InvalidRequest
+from omni_actors.stages.base import Chunk, Decisions, InvalidRequest
 from omni_actors.stages.llm.engine import LLMEngine
+from omni_actors.stages.raw_prompt import RawPrompt
+from omni_actors.stages.tensors import to_wire
 from tests.stages.llm.tiny_engine import CONTEXT, PROMPTS, Results, assert_empty, opened, transformers_of, user
 from tests.support.engine_driver import Driver
 
@@ -115,6 +118,7 @@ def test_the_parts_of_several_chunks_are_joined(driver: Driver, tiny: Path) -> N
         ({}, {"embeds": np.ones((4, 31), np.float32)}, {}, "embeds", "rows of 31 numbers; the model takes 32"),
         ({}, {"embeds": np.ones((CONTEXT, 32), np.float32)}, {}, "messages", "embeddings"),
         ({}, {"embeds": np.full((4, 32), np.nan, np.float32)}, {}, "embeds", "finite"),
+        ({}, {"embeds": np.full((4, 32), 1e300)}, {}, "embeds", "not finite as float32"),
         ({}, {"embeds": np.ones((4, 32), np.float32)}, {"repetition_penalty": 1.2}, "repetition_penalty", "have none"),
     ],
 )
@@ -133,6 +137,25 @@ def test_a_wrong_raw_prompt_is_refused(
     assert refused.value.param == param
     driver.live.discard(0)
     assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("sent", "number", "taken"),
+    [
+        (torch.float64, 1e300, torch.float32),
+        (torch.float32, 1e5, torch.float16),
+        (torch.float32, 3.4e38, torch.bfloat16),
+    ],
+)
+def test_embeddings_beyond_the_range_of_the_model_are_refused(
+    sent: torch.dtype, number: float, taken: torch.dtype
+) -> None:
+    embeds = {"embeds": to_wire(torch.full((3, 8), number, dtype=sent))}
+    prompt = RawPrompt()
+    prompt.feed(Chunk(source="client", seq=0, last=True, tensors=embeds, data={}))
+    with pytest.raises(InvalidRequest, match=f"not finite as {str(taken).removeprefix('torch.')}") as refused:
+        prompt.embeds(8, taken, 1.0)
+    assert refused.value.param == "embeds"
 
 
 def test_a_raw_prompt_has_no_place_for_a_transcript(engine: LLMEngine, driver: Driver) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import math
 import random
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.multimodal import videos
+from omni_actors.stages.multimodal.frames import resize
 from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
 from omni_actors.stages.multimodal.videos import Frames, Size, decode_sound, decode_video, sample_frames
 from tests.support.media_inputs import RATE, noise, video_file
@@ -131,6 +134,49 @@ def test_the_sound_of_a_file_has_a_limit() -> None:
     file = video_file(audio=np.zeros((1, RATE), np.float32))
     with pytest.raises(InvalidRequest, match=r"the limit is 0\.5 s"):
         decode_sound(file, 0, 0.5, Deadline(60))
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("wild", [math.nan, math.inf, -math.inf, 1e30])
+def test_sound_that_no_feature_extractor_bears_is_refused(wild: float, channels: int) -> None:
+    audio = np.zeros((channels, RATE), np.float32)
+    audio[-1, 100] = wild
+    file = video_file(audio=audio, audio_codec="pcm_f32le")
+    with pytest.raises(InvalidRequest, match="video 2: some samples of its sound are not finite") as refusal:
+        decode_sound(file, 2, 10.0, Deadline(60))
+    assert (refusal.value.param, refusal.value.code) == ("video", "invalid_video")
+
+
+def test_a_still_frame_is_resized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first frame of the file is sampled twice, and the second one a hundred times."""
+    resized = []
+
+    def noting(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        resized.append(pixels)
+        return resize(pixels, height, width)
+
+    monkeypatch.setattr(videos, "resize", noting)
+    file = video_file(times=[0, 1000, 51_000])
+    assert numbers(decode_video(file, 0, LIMITS, fit, Deadline(60))) == [0] * 2 + [1] * 100 + [2]
+    assert len(resized) == 3
+
+
+def test_a_still_frame_does_not_evade_the_deadline() -> None:
+    """The time ends after the frame was decoded, while it is kept again and again."""
+    is_over = False
+
+    class Ending(Deadline):
+        def check(self, kind: str, index: int) -> None:
+            if is_over:
+                raise InvalidRequest("the time is over", param=kind)
+
+    def slow(height: int, width: int) -> Size:
+        nonlocal is_over
+        is_over = True
+        return Size(height, width, 3)  # with a fourth frame, the refusal is another one
+
+    with pytest.raises(InvalidRequest, match="the time is over"):
+        decode_video(video_file(times=[0, 50_000]), 0, LIMITS, slow, Ending(60))
 
 
 def with_invisible_frames(file: bytes, count: int) -> bytes:
