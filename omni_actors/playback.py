@@ -6,7 +6,8 @@ Rules
    stream which is a little too slow does not underrun at every chunk.
 3. No clock and no trio here: the caller gives the time of each chunk. The end of a stream is no underrun.
 
-Where the peers measure the continuity of speech, they simulate a player with the same budget.
+Where the peers measure the continuity of speech, they simulate a player with the same budget. The page's player
+(``serve/page/static/js/sound.js``) waits as this one does.
 """
 
 from __future__ import annotations

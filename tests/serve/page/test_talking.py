@@ -504,6 +504,43 @@ def test_a_page_that_may_not_use_the_microphone_says_why(page: Page) -> None:
     page.wait("document.querySelector('.composer .error')?.innerText.includes('only to https: pages')")
 
 
+def test_a_microphone_that_cannot_be_read_does_not_stay_open(page: Page) -> None:
+    """Browsers allow few contexts at once, for example."""
+    page.evaluate(
+        "(() => { window.AudioContext = class extends AudioContext { constructor(options) {"
+        "if (!options.sampleRate) throw new DOMException('no more contexts', 'NotSupportedError');"
+        "super(options); } }; })()"
+    )
+    page.key("h", "KeyH", "h")
+    page.wait("document.querySelector('.composer .error')?.innerText.includes('no more contexts')")
+    assert page.evaluate(f"[seen.sockets, seen.streams.length, {OPEN_MICROPHONES}]") == [0, 1, 0]
+
+
+def test_a_transcription_that_fails_and_succeeds_at_last_is_shown_without_the_failure(page: Page) -> None:
+    page.key_down(" ", "Space", " ")
+    page.key_up(" ", "Space")
+    page.wait(f"{MODE}.then((mode) => mode === 'push')")
+    page.wait("seen.socket")
+    transcription = "conversation.item.input_audio_transcription"
+
+    def shown_after(kind: str, **fields: Any) -> list[str | None]:
+        event = json.dumps({"type": f"{transcription}.{kind}", "item_id": "item", **fields})
+        page.evaluate(f"seen.socket.take({{data: JSON.stringify({event})}})")
+        message = f"{TALK}.messages.find((each) => each.itemId === 'item')"
+        found: list[str | None] = page.evaluate(
+            f"(async () => (({{text, state, error}}) => [text, state, error])({message}))()"
+        )
+        return found
+
+    failure = {"error": {"message": "the worker died"}}
+    assert shown_after("delta", delta="Hello wor") == ["Hello wor", "open", None]
+    assert shown_after("failed", **failure) == ["Hello wor", "failed", "the worker died"]
+    assert shown_after("delta", delta="Hello") == ["Hello", "open", None]
+    assert shown_after("delta", delta=" world") == ["Hello world", "open", None]
+    assert shown_after("failed", **failure) == ["Hello world", "failed", "the worker died"]
+    assert shown_after("completed", transcript="Hello world.") == ["Hello world.", "done", None]
+
+
 def test_what_arrives_after_the_end_of_a_session_begins_no_answer(page: Page) -> None:
     speak(page)
     received(page, "response.created")

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from omni_actors.playback import Playback
 from omni_actors.serve.state_feed import MAX_VIEWERS_PER_ADDRESS
 from tests.support.chromium import EXECUTABLE, Page, open_page
 from tests.support.http_server import Server, Start
@@ -158,6 +159,36 @@ def test_a_player_keeps_nothing_of_what_was_heard(page: Page, studio: Server) ->
     page.wait("player.pieces.filter(({source}) => source !== null).length === 0")
     assert page.evaluate("player.pieces.length") <= 2, "the last one, for its times"
     assert page.evaluate("player.played.toFixed(2)") == "2.00"
+    assert unexpected(page) == []
+
+
+ARRIVALS = [1.0, 1.05, 1.3, 2.5, 2.61, 2.89, 3.05, 3.2, 9.0]
+"""When pieces of 0.2 s arrive. The player is empty before the fourth and before the last one."""
+PLAY = """import('/page/js/sound.js').then(({Player}) => {
+  const player = new Player();
+  const {context} = player;
+  let now = 0;
+  player.context = new Proxy(context, {get: (_, name) => {
+    if (name === "currentTime") return now;
+    return typeof context[name] === "function" ? context[name].bind(context) : context[name];
+  }});
+  return ARRIVALS.map((at) => {
+    now = at;
+    player.push(new Uint8Array(9600));
+    return player.next;
+  });
+})"""
+"""When the player will have played everything, after each piece."""
+
+
+def test_a_player_waits_after_a_gap_as_the_server_counts_on(page: Page, studio: Server) -> None:
+    page.open(studio.url)
+    model, expected = Playback(), []
+    for at in ARRIVALS:
+        model.feed(at, 0.2)
+        expected.append(model.ends)
+    assert model.underruns == 2
+    assert page.evaluate(PLAY.replace("ARRIVALS", str(ARRIVALS))) == pytest.approx(expected, abs=1e-6)
     assert unexpected(page) == []
 
 

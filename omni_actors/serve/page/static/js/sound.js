@@ -1,7 +1,7 @@
 // Sound in and out: a queue of PCM that knows what was played, and a microphone that yields PCM. 16 bit, 24 kHz, mono.
 
 export const RATE = 24000;
-const LEAD_S = 0.08; // between the arrival of the first sound and its start
+const LEAD_S = 0.1; // from the arrival of sound at an empty player to its start: BUDGET_S of playback.py
 export const MOST_WAITING_S = 60; // sound that waits to be played: 6 MB
 export const PEAKS_S = 12; // for how long the peaks of sound that was heard are kept
 
@@ -48,7 +48,8 @@ export class Player {
     const source = this.context.createBufferSource();
     source.buffer = buffer;
     source.connect(this.context.destination);
-    const start = Math.max(this.next, this.context.currentTime + (this.pieces.length ? 0.01 : LEAD_S));
+    const now = this.context.currentTime;
+    const start = this.next > now ? this.next : now + LEAD_S;
     source.start(start);
     const piece = { source, start, offset: this.received, seconds: buffer.duration };
     source.onended = () => {
@@ -127,13 +128,14 @@ export class Microphone {
     const stream = await navigator.mediaDevices.getUserMedia({
       audio: { channelCount: 1, echoCancellation: true, noiseSuppression: true, autoGainControl: true },
     });
-    const context = new AudioContext({ latencyHint: "interactive" });
+    let context = null;
     try {
+      context = new AudioContext({ latencyHint: "interactive" });
       await context.audioWorklet.addModule("/page/js/capture-worklet.js");
       return new Microphone(context, stream, { onPiece, onEnd });
     } catch (error) {
       stopTracks(stream);
-      context.close();
+      context?.close();
       throw error;
     }
   }

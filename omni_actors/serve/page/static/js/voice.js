@@ -160,10 +160,10 @@ class Session {
         if (event.item.role === "user") this.message(event.item.id, "user");
         break;
       case "conversation.item.input_audio_transcription.delta":
-        this.append(this.message(event.item_id, "user"), event.delta);
+        this.hear(this.message(event.item_id, "user"), event.delta);
         break;
       case "conversation.item.input_audio_transcription.completed":
-        changed(this.message(event.item_id, "user"), { text: event.transcript, state: "done" });
+        changed(this.message(event.item_id, "user"), { text: event.transcript, state: "done", error: null });
         break;
       case "conversation.item.input_audio_transcription.failed":
         changed(this.message(event.item_id, "user"), { state: "failed", error: event.error?.message });
@@ -191,6 +191,12 @@ class Session {
         break;
       default:
     }
+  }
+
+  // Adds words of a turn. Words after a failure are those of another attempt.
+  hear(message, text) {
+    if (message.state === "failed") changed(message, { text: "", state: "open", error: null });
+    this.append(message, text);
   }
 
   append(message, text) {
