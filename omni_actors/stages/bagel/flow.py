@@ -83,11 +83,6 @@ class Drawing(msgspec.Struct):
         """Where the next step begins."""
         return float(self.times[self.step])
 
-    @property
-    def total(self) -> int:
-        """The number of steps."""
-        return len(self.times) - 1
-
     def estimate(self, velocity: Tensor) -> Tensor:
         """Return the latents at time 0 if the velocity stayed as it is."""
         return self.latents - velocity * self.times[self.step]
