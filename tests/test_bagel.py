@@ -15,7 +15,7 @@ import trio
 
 from omni_actors import OmniSystem, Picture
 from tests.support.closeness import assert_same_picture
-from tests.support.echo_systems import pid_of
+from tests.support.echo_systems import generation_of, pid_of, wait_restarted
 from tests.support.hostile_pictures import check_refused
 from tests.support.shared_system import SharedSystem, open_shared_system
 
@@ -104,11 +104,11 @@ def test_the_picture_is_the_same_after_a_death(
     shared: SharedSystem, asked: dict[str, Any], victim: str, at: int
 ) -> None:
     async def kill(omni: OmniSystem) -> None:
+        generation = generation_of(omni, victim)
         _, expected, _ = await draw(omni, asked)
         _, picture, _ = await draw(omni, asked, victim, at)
         assert_same_picture(picture, expected)
-        while not omni.health().ready:
-            await omni.wait_changed()
+        await wait_restarted(omni, victim, generation + 1)
 
     shared.run(kill)
 

@@ -13,7 +13,7 @@ import trio
 from omni_actors import OmniSystem
 from omni_actors.config import Pipeline, Restart, Stage
 from tests.support.adapters import LLAMA_TARGETS, write_adapter
-from tests.support.echo_systems import pid_of
+from tests.support.echo_systems import generation_of, pid_of, wait_restarted
 from tests.support.shared_system import SharedSystem, open_shared_system
 from tiny_models.llama import save_model
 
@@ -41,12 +41,6 @@ def shared_system(
         yield opened, model
 
 
-async def ready(omni: OmniSystem) -> None:
-    with trio.fail_after(WATCHDOG_S):
-        while not omni.health().ready:
-            await omni.wait_changed()
-
-
 @pytest.mark.parametrize("removed", [False, True], ids=["replaced", "removed"])
 @pytest.mark.parametrize("kill_at", [1, 7])
 def test_an_answer_goes_on_with_its_adapter(
@@ -55,6 +49,7 @@ def test_an_answer_goes_on_with_its_adapter(
     opened, model = shared_system
 
     async def work(omni: OmniSystem) -> None:
+        generation = generation_of(omni, "only")
         with trio.fail_after(WATCHDOG_S):
             plain = await omni.generate(QUESTION, **SAMPLED).text()
             await omni.add_lora("voice", model / "one")
@@ -70,7 +65,7 @@ def test_an_answer_goes_on_with_its_adapter(
             os.kill(pid_of(omni, "only"), signal.SIGKILL)
             found += "".join([str(output.delta or "") async for output in running])
             assert found == expected
-        await ready(omni)
+        await wait_restarted(omni, "only", generation + 1)
         if not removed:
             other = await omni.generate(QUESTION, lora="voice", **SAMPLED).text()
             assert other not in (plain, expected)

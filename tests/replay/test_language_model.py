@@ -20,7 +20,7 @@ import trio
 from omni_actors import Generation, OmniSystem, Output
 from omni_actors.config import Limits, Pipeline, Restart, Stage
 from omni_actors.system.texts import Pooling
-from tests.support.echo_systems import pid_of
+from tests.support.echo_systems import generation_of, pid_of, wait_restarted
 from tests.support.shared_system import SharedSystem, open_shared_system
 from tiny_models.llama import save_model
 
@@ -64,14 +64,15 @@ def prompt(model: Path, kind: str) -> Any:
 
 
 async def read(omni: OmniSystem, asked: Any, kill_at: int = 0, **params: Any) -> list[Output]:
-    outputs = []
+    """Return the outputs. SIGKILL the worker when so many are there, and wait until it was restarted."""
+    outputs, generation = [], generation_of(omni, "only")
     with trio.fail_after(WATCHDOG_S):
         async for output in omni.generate(asked, **params):
             outputs.append(output)
             if len(outputs) == kill_at:
                 os.kill(pid_of(omni, "only"), signal.SIGKILL)
-        while not omni.health().ready:
-            await omni.wait_changed()
+    # The answer may end before the death is noticed.
+    await wait_restarted(omni, "only", generation + (kill_at > 0))
     return outputs
 
 
