@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from omni_actors.background import Background
@@ -310,18 +311,25 @@ class FaceMap:
         try:
             self.fill()
         except Exception as error:  # noqa: BLE001 - raised by the next ``fill``
-            self._failure = error
+            self._failure = error.with_traceback(_of_caller(error.__traceback__))
         return answer
 
     def close(self) -> None:
         """Abort the requests that are not complete, and take no more prompts."""
-        self._numbered = iter(())
+        self._numbered, self._failure = iter(()), None
         while self._futures:
             self._futures.pop().cancel()
 
     def __del__(self) -> None:
         if hasattr(self, "_futures"):  # the prompts are iterable
             self.close()
+
+
+def _of_caller(traceback: TracebackType | None) -> TracebackType | None:
+    """Return the part of ``take``'s traceback that is below ``fill``: the frames of both refer to the object."""
+    for _ in ("take", "fill"):
+        traceback = traceback and traceback.tb_next
+    return traceback
 
 
 def _answer(prompt: Any, index: int, arguments: Mapping[str, Any], system: OmniSystem) -> Awaitable[Answer]:

@@ -51,10 +51,8 @@ class SoundWriter:
             is_new = not self._path.exists()
             try:
                 self._file = soundfile.SoundFile(self._path, "w", chunk.sample_rate, channels=1)
-            except (
-                soundfile.LibsndfileError
-            ):  # such as a rate that the format does not have: found after the file is made
-                if is_new:
+            except soundfile.LibsndfileError:
+                if is_new:  # the format may not have the rate, which is found when the file is made
                     self._path.unlink(missing_ok=True)
                 raise
         self._file.write(chunk.samples)

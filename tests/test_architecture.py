@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 LEAVES = {
     *("omni_actors.errors", "omni_actors.protocol.messages", "omni_actors.metrics", "omni_actors.config"),
     *("omni_actors.validation", "omni_actors.log_events", "omni_actors.playback", "ringbuf.syscalls"),
+    "omni_actors.installed",
 }
 WORKER = {
     *("omni_actors.errors", "omni_actors.metrics", "omni_actors.protocol.messages"),
@@ -48,6 +49,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.validation": {"omni_actors.errors"},
     "omni_actors.playback": set(),
     "omni_actors.plain_text": set(),
+    "omni_actors.installed": set(),
     "omni_actors.network_addresses": set(),
     "omni_actors.metrics": {"omni_actors.errors", "omni_actors.playback"},
     "omni_actors.protocol.messages": {"omni_actors.errors"},
@@ -84,7 +86,7 @@ LAYERS: dict[str, set[str]] = {
     "omni_actors.cluster": {
         *("omni_actors.errors", "omni_actors.config", "omni_actors.protocol", "omni_actors.protocol.messages"),
         *("omni_actors.platform", "omni_actors.supervisor", "omni_actors.log_events"),
-        *("omni_actors.network_addresses", "ringbuf", "ringbuf.syscalls"),
+        *("omni_actors.network_addresses", "omni_actors.installed", "ringbuf", "ringbuf.syscalls"),
     },
     "omni_actors.orchestrator": {
         *("omni_actors.supervisor", "omni_actors.protocol", "omni_actors.stages.base", "omni_actors.transitions"),

@@ -191,6 +191,35 @@ def test_answers_that_are_dropped_abort_the_rest(omni: Omni) -> None:
     until(lambda: omni.in_flight == 0)
 
 
+def test_answers_that_are_dropped_behind_an_error_of_the_prompts_abort_the_rest(omni: Omni) -> None:
+    """The error is kept for the next call, and keeps nothing alive."""
+
+    def prompts() -> Iterator[Any]:
+        yield WRONG
+        yield "a"
+        raise ZeroDivisionError
+
+    answers = omni.map(prompts(), modalities=ENDLESS, keep_errors=True, concurrency=2)
+    assert isinstance(next(answers).error, InvalidRequest)
+    until(lambda: omni.in_flight == 1)
+    gc.disable()
+    try:
+        del answers
+        until(lambda: omni.in_flight == 0)
+    finally:
+        gc.enable()
+
+
+def test_answers_that_are_closed_raise_no_error_of_the_prompts(omni: Omni) -> None:
+    def prompts() -> Iterator[str]:
+        yield "a"
+        raise ZeroDivisionError
+
+    with omni.map(prompts(), concurrency=1) as answers:
+        next(answers)
+    assert list(answers) == []
+
+
 def test_answer_all_shows_progress(omni: Omni, capsys: pytest.CaptureFixture[str]) -> None:
     answers = omni.answer_all(["a", WRONG, "c"], keep_errors=True)
     assert [(answer.index, answer.text) for answer in answers] == [(0, "a"), (1, ""), (2, "c")]

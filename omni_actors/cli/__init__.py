@@ -79,22 +79,23 @@ class _Commands(click.Group):
             ) from error
         return command
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Ctrl-C ends those that do not handle it themselves.
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program. A full disk ends it with a sentence."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            click.echo(f"Error: {_unwritten(error)} cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
 
-        Raises click.ClickException: a disk is full, such as the one behind standard output.
-        """
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Ctrl-C ends those that do not handle it themselves."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)  # what is buffered fails no second time
-            what = error.filename or "the output"
-            raise click.ClickException(f"{what} cannot be written: {error.strerror}") from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands, each with its summary."""
@@ -107,6 +108,19 @@ class _Commands(click.Group):
         return [item for item in found if item.value.startswith(incomplete)] + click.Command.shell_complete(
             self, ctx, incomplete
         )
+
+
+def _unwritten(error: OSError) -> str:
+    """Return what could not be written, in words.
+
+    Commands report their own files, so without a name it is standard output. What it has buffered, and cannot write, is
+    dropped: Python would fail once more at the end.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
+    return str(error.filename or "the output")
 
 
 @click.command(cls=_Commands)

@@ -20,6 +20,7 @@ from omni_actors.config import Explained, Pipeline, Stage
 from omni_actors.config.devices import DeviceLayoutError, Layout, stage_layout
 from omni_actors.config.json_schema import json_schema
 from omni_actors.errors import ConfigError, NoPlace
+from omni_actors.installed import is_importable
 from omni_actors.stages import assets, memory
 from omni_actors.system import machine
 
@@ -155,7 +156,7 @@ def _memory(pipeline: Pipeline) -> list[Explained]:
 def _device_problems(pipeline: Pipeline) -> Iterator[ConfigError]:
     """Yield an error for each stage whose device this machine lacks."""
     others = {name: stage for name, stage in pipeline.stages.items() if stage.device != "cpu"}
-    if not others or importlib.util.find_spec("torch") is None:
+    if not others or not is_importable("torch"):
         return
     import torch  # takes seconds: only here, and only for a pipeline that names a device
 

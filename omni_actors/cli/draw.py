@@ -6,7 +6,6 @@ import os
 import random
 from collections import Counter
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +28,7 @@ from omni_actors.command_line import (
     require_writable,
     verbose_option,
 )
+from omni_actors.installed import is_importable
 from omni_actors.outputs import PICTURE_SUFFIXES, Output, Picture, RequestMetrics
 from omni_actors.system import OmniSystem
 from omni_actors.system.pictures import seed_of
@@ -88,7 +88,7 @@ def draw(
     **params: Any,
 ) -> None:
     """Draw a picture of PROMPT, and write it to a file. On a terminal with true colours, watch it emerge."""
-    if find_spec("PIL") is None:
+    if not is_importable("PIL"):
         raise BadConfig("pictures cannot be written: Pillow is not installed (pip install '.[image]' in the clone)")
     with click_errors():
         pipeline = configuration.load(config, configuration.parse_overrides(assignments))

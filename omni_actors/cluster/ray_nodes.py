@@ -14,7 +14,6 @@ Rules
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import re
@@ -48,6 +47,7 @@ from omni_actors.cluster.ray_messages import (
 )
 from omni_actors.cluster.shielded import open_shielded_nursery
 from omni_actors.errors import RayUnavailable
+from omni_actors.installed import is_importable
 
 HELPER_S: Final = 90.0
 """Seconds in which the helper must be connected with Ray, or have started one."""
@@ -275,7 +275,7 @@ async def open_ray(address: str, labels: Collection[str] = ()) -> AsyncIterator[
     """
     if address not in (AUTO, LOCAL) and _HEAD.fullmatch(address) is None:
         raise RayUnavailable(address, f'accepted: HOST:PORT, where its head listens; "{AUTO}"; "{LOCAL}"')
-    if importlib.util.find_spec("ray") is None:
+    if not is_importable("ray"):
         raise RayUnavailable(address, "Ray is not installed (pip install '.[cluster]' in the clone)")
     async with open_shielded_nursery() as nursery:
         agents = RayAgents(address, labels, nursery)

@@ -99,15 +99,18 @@ class Readers:
             request.delivery.cancel()
         self._apply(request, self.unread.close(request.account, trio.current_time()))
 
-    def make_room(self) -> bool:
-        """End the request with the slowest reader to make room for another one. Return whether there was one.
+    def make_room(self, count: int = 1) -> bool:
+        """End the requests with the slowest readers to make room for ``count`` others, or none if there are fewer.
 
-        A request whose reader is paced is not ended: it may be slow although its client takes everything at once.
+        Return whether there were as many. A request whose reader is paced is not ended: it may be slow although its
+        client takes everything at once.
         """
-        account = self.unread.slowest(trio.current_time())
-        if account is not None:
+        slow = self.unread.slow(trio.current_time())
+        if len(slow) < count:
+            return False
+        for account in slow[:count]:
             self._cut(self._requests[account], self.slow_consumer(self._requests[account], "max_requests"))
-        return account is not None
+        return True
 
     def slow_consumer(self, request: Request, limit: str) -> SlowConsumer:
         """Return the error for a request whose reader exceeds this limit."""

@@ -34,9 +34,9 @@ class OutputStream:
         self._abort(self.request)
 
     def relay(self, *, whole: bool, paced: bool = False) -> None:
-        """Declare that this reader relays output to a connection or a file. The first piece was not read yet.
+        """Declare, before the first piece is read, that this reader relays output to a connection or a file.
 
-        ``paced`` may change later, while the reader relays a stream.
+        ``paced`` may also change later.
 
         Args:
             whole: Whether it collects the whole answer first (``ReaderKind``).

@@ -359,6 +359,8 @@ class Trials:
                 group.ends_at += seconds
         for stage, since in self.serving_since.items():
             self.serving_since[stage] = min(now, since + seconds)
+        for stage, (used, request) in self.last_use.items():
+            self.last_use[stage] = min(now, used + seconds), request
 
     def clear_expired(self, last_pong_at: Callable[[Address], float]) -> bool:
         """Clear the groups whose probation is over. Return whether there were any.

@@ -23,7 +23,6 @@ Rules
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -179,17 +178,19 @@ class Unread:
         taken = account.delivered + (0 if account.reader == "whole" else account.undelivered)
         return account.waiting_since + max(RATE_GRACE_S, taken / self._read_bytes_s)
 
-    def slowest(self, now: float) -> Account | None:
-        """Return the account to close to make room: the slowest reader's among those that have waited for long enough.
+    def slow(self, now: float) -> list[Account]:
+        """Return the accounts to close to make room, the slowest reader's first: those that have waited long enough.
 
         That is ``ROOM_GRACE_S``. Paced readers are left out (rule 5).
         """
         waiting = [each for each in self._waiting if each.waited_s(now) >= ROOM_GRACE_S and each.reader != "paced"]
-        return _slowest(waiting, now)
+        return sorted(waiting, key=lambda account: _rank(account, now))
 
     def victim(self, now: float) -> Account:
         """Return the account to close when the total is exceeded: the slowest reader's, or else the largest."""
-        return _slowest(self._waiting, now) or max(self._accounts, key=lambda account: account.charged)
+        if self._waiting:
+            return min(self._waiting, key=lambda account: _rank(account, now))
+        return max(self._accounts, key=lambda account: account.charged)
 
     # Internal.
 
@@ -250,8 +251,9 @@ class Unread:
         return account.charged > (limit // 2 if account.paused else limit)
 
 
-def _slowest(accounts: Iterable[Account], now: float) -> Account | None:
-    return min(accounts, key=lambda account: (account.rate(now), -account.charged), default=None)
+def _rank(account: Account, now: float) -> tuple[float, int]:
+    """Return what is least for the slowest reader; of several, for the one that has most to read."""
+    return account.rate(now), -account.charged
 
 
 def _keep_if_large(accounts: dict[Account, None], account: Account) -> None:

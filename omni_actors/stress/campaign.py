@@ -6,7 +6,6 @@ to stderr.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import shlex
@@ -20,6 +19,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from omni_actors.installed import is_importable
 from omni_actors.stress import leaks
 from omni_actors.stress import schedule as schedules
 from omni_actors.stress.judge import Violation
@@ -58,7 +58,7 @@ class Campaign:
         minutes: None without ``faults`` means ``MINUTES``. seed: None draws one. operations: most in a schedule.
         shrink_s: time for shrinking a failing schedule. Raises click.ClickException if Hypothesis is missing.
         """
-        if importlib.util.find_spec("hypothesis") is None:
+        if not is_importable("hypothesis"):
             message = (
                 "Hypothesis generates the schedules, and is not installed: pip install hypothesis (the extra stress)"
             )

@@ -108,7 +108,7 @@ class Information(Control):
 def _config(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
         raise ConfigError(str(file), "(document)", file.name, f"the configuration of a model ({error})") from error
 
 

@@ -13,6 +13,7 @@ from omni_actors.config import Pipeline, Stage
 from omni_actors.config.devices import DeviceLayoutError, Layout, stage_layout
 from omni_actors.config.models import visible_here
 from omni_actors.errors import ConfigError
+from omni_actors.installed import is_importable
 from omni_actors.stages import assets
 
 DISTRIBUTION = "omni-actors"
@@ -31,7 +32,7 @@ def resolve_models(pipeline: Pipeline) -> dict[str, Path]:
 def problems(pipeline: Pipeline) -> Iterator[ConfigError]:
     """Yield an error for each library and each model of ``pipeline`` that is missing on this machine."""
     for name, stage in pipeline.stages.items():
-        if absent := [library for library in pipeline.spec(name).libraries if not _is_importable(library)]:
+        if absent := [library for library in pipeline.spec(name).libraries if not is_importable(library)]:
             accepted = f"an engine whose libraries are installed; missing: {', '.join(absent)}; run: {remedy(pipeline)}"
             yield ConfigError(pipeline.file, f"stages.{name}.engine", stage.engine, accepted)
         for key, error in _not_found(stage).items():
@@ -76,7 +77,7 @@ def remedy(*pipelines: Pipeline) -> str:
     stages = [(pipeline.spec(name), stage) for pipeline in pipelines for name, stage in pipeline.stages.items()]
     for spec, stage in stages:
         not_found = _not_found(stage)
-        if not_found or not all(map(_is_importable, spec.libraries)):
+        if not_found or not all(map(is_importable, spec.libraries)):
             libraries |= dict.fromkeys(_absent_requirements(spec.extra, spec.libraries))
         for package in [error.package for error in not_found.values() if error.package is not None]:
             target = libraries if package.with_dependencies else models
@@ -103,15 +104,9 @@ def _absent_requirements(extra: str, libraries: tuple[str, ...]) -> list[str]:
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:  # run from a source tree that was not installed
-        return [library for library in libraries if not _is_importable(library)]
+        return [library for library in libraries if not is_importable(library)]
     of_extra = [line.partition(";") for line in requirements if re.search(rf"extra == ['\"]{extra}['\"]", line)]
     return [requirement.strip() for requirement, _, _ in of_extra if not _is_installed(requirement)]
-
-
-def _is_importable(library: str) -> bool:
-    """Return whether a library has code. A mere folder of its name is found as a package without an origin."""
-    spec = importlib.util.find_spec(library)
-    return spec is not None and spec.origin is not None
 
 
 def _is_installed(requirement: str) -> bool:

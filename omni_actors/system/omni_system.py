@@ -205,9 +205,12 @@ class OmniSystem(
         """Number of admitted requests that have not ended, or of which more than 64 KiB of output is unread."""
         return self._orchestrator.in_flight
 
-    def make_room(self) -> bool:
-        """End the request with the slowest reader, if the system is full. Return False if no reader is too slow."""
-        return self._orchestrator.readers.make_room()
+    def make_room(self, count: int = 1) -> bool:
+        """End the requests with the ``count`` slowest readers, for a full system.
+
+        Returns False, and ends none, if fewer readers are too slow.
+        """
+        return self._orchestrator.readers.make_room(count)
 
     @property
     def retry_after_s(self) -> float:

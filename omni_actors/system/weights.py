@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from functools import cached_property, partial
 from os import PathLike
@@ -373,7 +374,8 @@ def _is_path(given: Any) -> bool:
 
 def _version_at(path: Path) -> str:
     """Return the version of the weights at a path whose caller has named none."""
-    return path.absolute().name or "/"
+    name = os.path.basename(os.path.abspath(path))
+    return name if _is_version(name) else repr(name)[:LONGEST_VERSION]
 
 
 def _failed(reply: Reply) -> bool:

@@ -90,7 +90,9 @@ def test_a_picture_that_cannot_be_written_is_one_sentence(painting: Path, tmp_pa
 
 
 @pytest.mark.parametrize("buffered", [True, False])
-@pytest.mark.parametrize("command", [["ask", "--config", "echo", "hello"], ["config", "list"]])
+@pytest.mark.parametrize(
+    "command", [["ask", "--config", "echo", "hello"], ["config", "list"], ["--help"], ["--version"]]
+)
 def test_a_full_disk_behind_standard_output_is_one_sentence(command: list[str], buffered: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment |= {"PYTHONPATH": str(ROOT)} | ({} if buffered else {"PYTHONUNBUFFERED": "1"})

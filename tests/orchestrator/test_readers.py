@@ -130,6 +130,19 @@ async def test_an_abort_frees_complete_unread_output(autojump_clock: MockClock, 
         assert system.ended("Aborted") == 1
 
 
+async def test_room_for_several_requests_is_made_at_once_or_not_at_all(autojump_clock: MockClock) -> None:
+    async with open_simulated_system(max_requests=3) as system:
+        slow = [system.ask() for _ in range(2)]
+        await until(lambda: system.gauge("requests_paused") == 2)
+        await trio.sleep(2)
+        assert not system.omni.make_room(3)
+        assert system.omni.in_flight == 2
+        assert system.omni.make_room(2)
+        for generation in slow:
+            with pytest.raises(SlowConsumer):
+                await read(generation)
+
+
 async def test_a_full_system_ends_the_slowest_reader_after_its_grace(autojump_clock: MockClock) -> None:
     async with open_simulated_system(max_requests=3) as system:
         slow = [system.ask() for _ in range(3)]

@@ -213,3 +213,21 @@ async def test_a_replica_is_drained_on_after_a_pause(autojump_clock: trio.testin
         assert trials.draining("first") is None
         hold.abort()
         poison.abort()
+
+
+async def test_a_stage_becomes_quiet_for_a_suspect_only_while_it_works(autojump_clock: trio.testing.MockClock) -> None:
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(1.0, 0.1), lambda note: None)
+    Crashes.crash = lambda: spawner.living[FIRST].die(signal="SIGSEGV")
+    async with OmniSystem.open(two_stages(f"{__name__}:CrashesAndHolds", "echo"), spawner=spawner) as omni:
+        poison = omni.submit({"script": [Input({"poison": "yes"})]}, ["text"])
+        await until(lambda: omni.health().stages["first"][0].restarts == 1)
+        await read(omni.submit({"script": [Input({"text": "other"})]}, ["text"]))
+        trials = omni._orchestrator._dispatcher.trials
+        await omni.pause_generation("keep")
+        await trio.sleep(2 * STAGE_QUIET_S)
+        await omni.resume_generation()
+        await trio.sleep(STAGE_QUIET_S / 2)
+        assert not trials.running
+        await trio.sleep(STAGE_QUIET_S)
+        assert trials.running or omni.health().stages["first"][0].restarts == 2
+        poison.abort()

@@ -18,7 +18,7 @@ class StubSystem:
         self.limits = Limits(max_requests=max_requests)
         self.in_flight = 0
 
-    def make_room(self) -> bool:
+    def make_room(self, count: int = 1) -> bool:
         return False
 
 

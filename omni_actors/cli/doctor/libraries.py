@@ -16,6 +16,7 @@ from rich import filesize
 
 from omni_actors import __version__
 from omni_actors.cli.doctor.findings import Finding, error, ok, warning
+from omni_actors.installed import is_importable
 
 PROBE_TIMEOUT_S = 120.0
 """The first import of torch from a slow disk takes half a minute."""
@@ -51,24 +52,18 @@ def check() -> Iterator[Finding]:
     for distribution, (module, extra) in ENGINE_LIBRARIES.items():
         yield _library(distribution, module, extra)
     yield _lock()
-    if _is_importable("torch"):
+    if is_importable("torch"):
         yield from _devices()
 
 
 def _library(distribution: str, module: str, extra: str) -> Finding:
-    if not _is_importable(module):
+    if not is_importable(module):
         remedy = f"for the engines of the extra: pip install '.[{extra}]' in the clone"
         return warning("libraries", distribution, "not installed", remedy)
     try:
         return ok("libraries", distribution, importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
         return ok("libraries", distribution, f"{module} of another distribution, or of a directory: version unknown")
-
-
-def _is_importable(module: str) -> bool:
-    """Return whether a module has code. A mere folder of its name is found as a package without an origin."""
-    spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None
 
 
 def _lock() -> Finding:

@@ -10,8 +10,8 @@ Rules
 2. A request with a complete body takes one of the system's ``max_requests`` places, as a request in flight does, while
    its files are fetched and its audio is decoded. It passes to the system without a checkpoint in between, so that no
    other request takes the place. If a server has several systems, the request takes the place when its body has named
-   one (``choose``). One that becomes several requests, such as the choices of ``n``, takes all of their places together
-   (``take_places``), because there are checkpoints between their submissions.
+   one (``choose``). One that becomes several requests, such as the choices of ``n``, takes the places of the others
+   when the system has the first one (``take_places``), because there are checkpoints between their submissions.
 3. The bytes of all arriving requests (bodies, and the files that they name) share one budget, and count as they arrive:
    a declared size costs nothing. If the budget is used up, the slowest upload that is older than ``UPLOAD_GRACE_S`` is
    ended. If there is none, the request that needs memory is refused.
@@ -59,7 +59,7 @@ class AdmissionControl:
         self.audio_bytes = 0
         """The decoded audio of all requests, also of those in flight."""
         self.places: Counter[OmniSystem] = Counter()
-        """How many tickets have a place of each system."""
+        """How many places of each system the tickets have."""
 
     def admit(self, *, needs_place: bool = True) -> AdmissionTicket:
         """Return a ticket for a request whose head has arrived.
@@ -73,11 +73,11 @@ class AdmissionControl:
         return ticket
 
     def check_places(self, system: OmniSystem, count: int = 1) -> None:
-        """Make room in a full system by ending its slowest readers. Raises HTTPError 429 if no reader is too slow."""
+        """Make room in a full system by ending its slowest readers. Raises HTTPError 429 if too few are too slow."""
         max_requests = system.pipeline.limits.max_requests
-        for _ in range(system.in_flight + self.places[system] + count - max_requests):
-            if not system.make_room():
-                raise to_http_error(Overloaded(max_requests, system.retry_after_s))
+        lacking = system.in_flight + self.places[system] + count - max_requests
+        if lacking > 0 and not system.make_room(lacking):
+            raise to_http_error(Overloaded(max_requests, system.retry_after_s))
 
     def end_all(self) -> None:
         """End all arriving requests, because the server shuts down: their clients get an error."""
@@ -154,9 +154,9 @@ class AdmissionTicket:
             self._take(self._system, 1)
 
     def take_places(self, count: int) -> None:
-        """Take the places of ``count`` requests of the system, one or none of which it has. Raises HTTPError 429."""
-        if self._system is not None:
-            self._take(self._system, count - self.places)
+        """Take the places of ``count`` more requests of the system. Raises HTTPError 429."""
+        if self._system is not None and count:
+            self._take(self._system, count)
 
     def _take(self, system: OmniSystem, count: int) -> None:
         self._admission.check_places(system, count)

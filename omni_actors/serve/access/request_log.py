@@ -86,6 +86,10 @@ def request_id(scope: Scope) -> str:
 
 
 def _without_id(part: str) -> str:
-    """Return a part of a path. If it is the id of a stored response, percent-encoded or not, it is cut."""
-    name = unquote(part)
-    return part if request_name(name) == name else quote(request_name(name))
+    """Return a part of a path. If it is the id of a stored response, or ends with one, the id is cut.
+
+    It may be percent-encoded, as well as a slash before it.
+    """
+    names = unquote(part).split("/")
+    cut = [request_name(name) for name in names]
+    return part if cut == names else quote("/".join(cut), safe="")

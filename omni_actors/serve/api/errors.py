@@ -19,7 +19,7 @@ _STATUSES: dict[type[errors.OmniError], tuple[int, str]] = {
     errors.SlowConsumer: (400, "slow_consumer"),
     errors.StageUnavailable: (503, "stage_unavailable"),
     errors.StageAsleep: (503, "stage_asleep"),
-    errors.StageFailed: (503, "stage_failed"),
+    errors.StageFailed: (503, "stage_failed"),  # with the load error: only calls of an operator raise it
     errors.SystemClosed: (503, "closed"),
     errors.StageCrashed: (500, "stage_crashed"),
     errors.Quarantined: (422, "quarantined"),

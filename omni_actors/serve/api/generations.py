@@ -65,10 +65,13 @@ class Generations:
         return len(self._all)
 
     @classmethod
-    async def begin(cls, submits: Sequence[Callable[[], Generation]]) -> Generations:
+    async def begin(
+        cls, submits: Sequence[Callable[[], Generation]], *, on_first: Callable[[], None] = lambda: None
+    ) -> Generations:
         """Submit all requests, or none: an error of one aborts those before it. Raises as ``OmniSystem.generate``.
 
         There is a checkpoint between two submissions: each of them reads the whole prompt, which takes milliseconds.
+        on_first: called behind the first submission, in the same turn. It may raise, too.
         Cancellation: aborts what was submitted.
         """
         begun: list[Generation] = []
@@ -77,6 +80,8 @@ class Generations:
                 if begun:
                     await trio.lowlevel.checkpoint()
                 begun.append(submit())
+                if len(begun) == 1:
+                    on_first()
         except BaseException:
             for generation in begun:
                 generation.abort()

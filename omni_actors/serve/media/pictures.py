@@ -7,10 +7,9 @@ Rules
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import trio
 
+from omni_actors.installed import is_importable
 from omni_actors.outputs import Picture, PictureFormat
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.media.base64_data import to_base64
@@ -21,7 +20,7 @@ _ENCODERS = trio.CapacityLimiter(2)
 
 def require_encoder() -> None:
     """Raise HTTPError 501 if this installation cannot encode pictures."""
-    if find_spec("PIL") is None:
+    if not is_importable("PIL"):
         message = "this server cannot encode pictures: Pillow is not installed (pip install '.[image]' in the clone)"
         raise HTTPError(501, message, code="missing_library")
 

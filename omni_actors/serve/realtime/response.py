@@ -262,13 +262,16 @@ class Response:
             generation.abort()
 
     async def _wait_room(self) -> None:
-        """Wait until the client has taken most events. One that takes none for long may lose its place to another."""
+        """Wait until the client has taken most events. A spoken answer may lose its place if that takes long."""
+        if not self._settings.is_spoken:
+            await self._outbox.wait_room()
+            return
         with trio.move_on_after(SLOW_CLIENT_S) as grace:
             await self._outbox.wait_room()
         if grace.cancelled_caught:
             self._relay(paced=False)
             await self._outbox.wait_room()
-            self._relay(paced=self._settings.is_spoken)
+            self._relay(paced=True)
 
     def _relay(self, *, paced: bool) -> None:
         for generation in self._generations:

@@ -18,11 +18,11 @@ Rules
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Protocol
 
 import trio
 
+from omni_actors.installed import is_importable
 from omni_actors.serve.http.errors import HTTPError, bad_request
 from omni_actors.serve.realtime.config import AudioFormat
 from omni_actors.serve.realtime.input_audio import InputAudio
@@ -104,7 +104,7 @@ class TurnItem:
 
 def can_detect() -> bool:
     """Return whether the libraries and the model of ``server_vad`` are installed."""
-    return assets.is_ready("silero-vad") and importlib.util.find_spec("onnxruntime") is not None
+    return assets.is_ready("silero-vad") and is_importable("onnxruntime")
 
 
 async def open_turn_taking(

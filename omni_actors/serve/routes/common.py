@@ -205,9 +205,9 @@ async def begin_choices(
         ticket.pass_place()
         return submit(request_id=name)
 
-    ticket.take_places(count)
+    submits = [partial(begin, *each) for each in zip(begun, names, strict=True)]
     try:
-        return await Generations.begin([partial(begin, *each) for each in zip(begun, names, strict=True)])
+        return await Generations.begin(submits, on_first=lambda: ticket.take_places(count - 1))
     finally:
         ticket.release()
 

@@ -291,14 +291,15 @@ class StageWorker(_Base):  # type: ignore[misc]
         if self.vllm_config.lora_config is not None:
             try:
                 self._adapters: Any = attrgetter(LORA_MEMORY)(runner)
+                self._pinned: Any = self._adapters.pinned_items
             except AttributeError:
-                missing.append(f"model_runner.{LORA_MEMORY}")
+                missing.append(f"model_runner.{LORA_MEMORY}.pinned_items")
         if missing:
             raise UnsupportedVLLMVersion(missing)
 
     def pin_adapters(self, numbers: Sequence[int]) -> None:
         """Let exactly these adapters stay in host memory, of those that are there. They need no slot of the batch."""
-        self._adapters.pinned_items.clear()
+        self._pinned.clear()
         for number in numbers:
             if number in self._adapters:
                 self._adapters.pin(number)

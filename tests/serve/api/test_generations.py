@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import trio
 
-from omni_actors.errors import Aborted, InvalidRequest
+from omni_actors.errors import Aborted, InvalidRequest, Overloaded
 from omni_actors.generation import Generation
 from omni_actors.serve.access.admission import AdmissionControl
 from omni_actors.serve.api.generations import Generations
@@ -154,3 +155,32 @@ async def test_choices_take_their_places_together(free: int) -> None:
         assert not admission.tickets
         for generations in begun.values():
             generations.abort()
+
+
+async def test_a_request_keeps_the_place_that_it_has() -> None:
+    """Requests that come without a ticket, such as those of sessions, may take others meanwhile."""
+    async with OmniSystem.open("echo", overrides={"limits.max_requests": 2}) as omni:
+        admission = AdmissionControl(omni, max_bytes=1000, max_request_bytes=1000)
+        tickets = [admission.admit() for _ in range(2)]
+        for ticket in tickets:
+            ticket.take_place()
+        other = omni.generate("hello")
+        body = CompletionRequest(model="echo", prompt="hello")
+        begun = await begin_choices(tickets[0], omni, body, [partial(omni.generate, "hello")], "cmpl-1")
+        with pytest.raises(Overloaded):
+            await begin_choices(tickets[1], omni, body, [partial(omni.generate, "hello")], "cmpl-2")
+        assert admission.places[omni] == 0
+        begun.abort()
+        other.abort()
+
+
+async def test_a_wrong_request_is_refused_before_it_takes_more_places() -> None:
+    async with OmniSystem.open("echo", overrides={"limits.max_requests": 2}) as omni:
+        admission = AdmissionControl(omni, max_bytes=1000, max_request_bytes=1000)
+        ticket = admission.admit()
+        ticket.take_place()
+        other = omni.generate("hello")
+        body = CompletionRequest(model="echo", prompt="hello", n=2)
+        with pytest.raises(InvalidRequest):
+            await begin_choices(ticket, omni, body, [partial(omni.generate, "hello", colour="red")], "cmpl-1")
+        other.abort()

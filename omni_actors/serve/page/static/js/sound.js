@@ -2,6 +2,7 @@
 
 export const RATE = 24000;
 const LEAD_S = 0.1; // from the arrival of sound at an empty player to its start: BUDGET_S of playback.py
+const LATE_S = 0.01; // a piece that is scheduled later than this before its time may start late, and overlap the next one
 export const MOST_WAITING_S = 60; // sound that waits to be played: 6 MB
 export const PEAKS_S = 12; // for how long the peaks of sound that was heard are kept
 
@@ -49,7 +50,7 @@ export class Player {
     source.buffer = buffer;
     source.connect(this.context.destination);
     const now = this.context.currentTime;
-    const start = this.next > now ? this.next : now + LEAD_S;
+    const start = this.next > now + LATE_S ? this.next : now + LEAD_S;
     source.start(start);
     const piece = { source, start, offset: this.received, seconds: buffer.duration };
     source.onended = () => {
