@@ -65,13 +65,17 @@ class BufferedSocket:
         self._searched = 0
         return data
 
+    def skip_empty_lines(self) -> bool:
+        """Drop empty lines from the beginning of the buffer. Return whether something is left."""
+        del self.buffer[: len(self.buffer) - len(self.buffer.lstrip(b"\r\n"))]
+        self._searched = 0
+        return bool(self.buffer)
+
     def take_head(self) -> bytes | None:
         """Remove a request's head from the buffer: all lines up to and including the first blank one.
 
-        Empty lines before the head are skipped. Return None if the head is not complete.
+        The buffer does not begin with an empty line. Return None if the head is not complete.
         """
-        if not self._searched:
-            del self.buffer[: len(self.buffer) - len(self.buffer.lstrip(b"\r\n"))]
         found = _BLANK_LINE.search(self.buffer, self._searched)
         if found is None:
             self._searched = max(0, len(self.buffer) - 2)

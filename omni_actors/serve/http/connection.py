@@ -142,12 +142,17 @@ class Connection:
         return False
 
     async def _wait_first_byte(self, timeout_s: float) -> bool:
-        """Return whether a request begins. Raises ClientDisconnected."""
-        if self._is_stopping or self._socket.buffer:
+        """Return whether a request begins. Some clients send an empty line behind a body: it begins none.
+
+        Raises ClientDisconnected.
+        """
+        if self._is_stopping or self._socket.skip_empty_lines():
             return not self._is_stopping
         self.idle_since = trio.current_time()
         with trio.move_on_after(timeout_s) as self._idle:
-            return await self._socket.fill()
+            while await self._socket.fill():
+                if self._socket.skip_empty_lines():
+                    return True
         return False
 
     async def _read_head(self, deadline: float) -> bytes:

@@ -161,6 +161,8 @@ class Exchange:
                     await self._disconnect()
         except ClientDisconnected:
             await self._disconnect()
+        except h11.RemoteProtocolError as error:  # so the response is one as any other, and so is its line in the log
+            raise HTTPError(error.error_status_hint, str(error), code="invalid_http") from error
         self._is_delivered = self.request_complete
         return {"type": "http.request", "body": body, "more_body": not self._is_delivered}
 

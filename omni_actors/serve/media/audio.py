@@ -111,8 +111,9 @@ def _decode(data: bytes, param: str, max_s: float, max_samples: int) -> AudioChu
                 return f"FFmpeg cannot read its coding, {file.subtype}"
             samples, total = np.empty(0, np.float32), 0
             limit = min(max_samples, int(max_s * file.samplerate))
-            # The first read costs one block, however many channels the file claims to have.
-            for block in file.blocks(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True):
+            size = max(1, _BLOCK // file.channels)  # the first read costs one block, however many channels it claims
+            # A file may claim more than it has. ``blocks`` would fill that up with memory of earlier requests.
+            while len(block := file.read(size, dtype="float32", always_2d=True)):
                 begin, total = total, total + len(block)
                 if total > limit:
                     raise too_long(param)

@@ -11,19 +11,21 @@ Rules
 
 from __future__ import annotations
 
+import functools
 import inspect
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+import msgspec.inspect
 import trio
 from msgspec import Meta, field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.errors import InvalidRequest, OmniError, Unsupported
-from omni_actors.serve.api.errors import unsupported_as_501
+from omni_actors.serve.api.errors import renaming, unsupported_as_501
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.openapi import JSON
 from omni_actors.serve.api.responses import JSONResponse
@@ -142,6 +144,15 @@ class Operation(NamedTuple):
     writes_file: bool = False
 
     @property
+    def names(self) -> dict[str, str]:
+        """The client's name of each argument, by the one of the method, or of the engines' capability."""
+        if self.schema is None:
+            return {}
+        own = {each.name: each.encode_name for each in msgspec.structs.fields(self.schema)}
+        names = {"lora": own.get("directory", own.get("name", "lora"))}
+        return names | ({"arguments": "args"} if "args" in own else {}) | own
+
+    @property
     def http_method(self) -> str:
         return "GET" if self.schema is None else "POST"
 
@@ -176,7 +187,7 @@ def handler(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         system, arguments = await _arguments(request, operation.schema)
         method = getattr(system, operation.method)
-        with unsupported_as_501():
+        with unsupported_as_501(), renaming(operation.names):
             if operation.writes_file:
                 return Response(await _written(method, arguments), media_type=JSON)
             result = method(**arguments)
@@ -204,6 +215,7 @@ async def _arguments(request: Request, schema: type[msgspec.Struct] | None) -> t
     fields: dict[str, Any] = dict(request.query_params)
     if schema is None:
         return pipelines.named(fields.get("pipeline")), {}
+    fields |= {name: request.query_params.getlist(name) for name in _lists(schema).intersection(fields)}
     fields |= await read_json(request, may_be_empty=True)
     system = pipelines.named(fields.pop("pipeline", None))
     found, others = parse(fields, schema, strict=False)
@@ -212,6 +224,19 @@ async def _arguments(request: Request, schema: type[msgspec.Struct] | None) -> t
         raise bad_request(f"unknown parameter {name!r}", name, "unknown_parameter")
     given = {name: getattr(found, name) for name in schema.__struct_fields__}
     return system, {name: value for name, value in given.items() if value is not None}
+
+
+@functools.cache
+def _lists(schema: type[msgspec.Struct]) -> set[str]:
+    """Return the names of the arguments that are lists. In a query, a name stands before each of its values."""
+    described = msgspec.inspect.type_info(schema)
+    assert isinstance(described, msgspec.inspect.StructType), "a schema is a Struct"
+    return {each.encode_name for each in described.fields if _is_list(each.type)}
+
+
+def _is_list(type: msgspec.inspect.Type) -> bool:
+    options = type.types if isinstance(type, msgspec.inspect.UnionType) else (type,)
+    return any(isinstance(each, msgspec.inspect.ListType) for each in options)
 
 
 def _plain(result: Any, needed: Needed = "one") -> Any:

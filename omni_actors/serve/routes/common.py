@@ -116,7 +116,7 @@ def choose_system(request: Request, model: str | None) -> OmniSystem:
     """
     pipelines: Pipelines = request.app.state.pipelines
     system = pipelines.choose(model)
-    require_served(request.url.path, system.pipeline)
+    require_served(request.scope["path"], system.pipeline)
     request.scope[SCOPE_KEY].choose(system)
     return system
 

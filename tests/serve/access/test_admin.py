@@ -94,8 +94,9 @@ def test_a_capability_that_no_stage_has_is_501_with_the_reason(controlled: Serve
         ("/scale", {"stage": "mind", "replicas": 65}, 400, "replicas"),
         ("/scale", {"stage": "mind"}, 400, "replicas"),
         ("/v1/load_lora_adapter", {"lora_name": "x"}, 400, "lora_path"),
-        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"}, 400, "lora"),
-        ("/v1/unload_lora_adapter", {"lora_name": "x"}, 400, "lora"),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"}, 400, "lora_path"),
+        ("/v1/load_lora_adapter", {"lora_name": "", "lora_path": "/nowhere"}, 400, "lora_name"),
+        ("/v1/unload_lora_adapter", {"lora_name": "x"}, 400, "lora_name"),
     ],
 )
 def test_wrong_calls(controlled: Server, path: str, body: dict[str, Any], status: int, param: str) -> None:
@@ -110,6 +111,12 @@ def test_generation_is_paused_and_resumed(controlled: Server) -> None:
     assert controlled.http.get("/is_paused").json() == {"result": True}
     assert controlled.http.post("/resume").json() == {"result": None}
     assert controlled.http.get("/is_paused").json() == {"result": False}
+
+
+def test_a_list_in_the_query_has_its_name_before_each_value(controlled: Server) -> None:
+    answer = controlled.http.post("/call?capability=active&stages=plain&stages=mind")
+    assert list(answer.json()["result"]) == ["mind", "plain"]
+    assert controlled.http.post("/call?capability=active&stages=mind").json()["result"].keys() == {"mind"}
 
 
 def test_a_worker_that_does_not_answer_is_an_error_with_its_own_code(controlled: Server) -> None:

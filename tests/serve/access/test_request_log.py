@@ -72,6 +72,17 @@ def test_the_id_of_a_stored_response_is_cut(logged: Any, plain: str, sent: str) 
     assert stored.id[1:] not in logged.stderr
 
 
+def test_a_body_that_is_no_http_is_refused_as_other_requests_are(logged: Any) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-ID: cut-chunk\r\n"
+    with socket.create_connection(("127.0.0.1", logged.port)) as client:
+        client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n-5\r\n")
+        answer = client.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"x-request-id: cut-chunk\r\n" in answer
+    [line] = lines(logged, "cut-chunk")
+    assert " 400 " in line
+
+
 def test_a_path_cannot_break_the_line(logged: Any) -> None:
     answer = logged.http.get("/a%0d%0aINFO%20forged" + "x" * 1000)
     [line] = lines(logged, answer.headers["x-request-id"])

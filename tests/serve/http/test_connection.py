@@ -205,6 +205,10 @@ async def test_idle_connections_are_closed(server: Server, monkeypatch: pytest.M
         assert (await read_answer(kept))[0] == 200
         assert await read_all(kept) == b""
         assert trio.current_time() - began >= 0.4
+    async with await server.connect() as kept:
+        await kept.send_all(GET + b"\r\n\r\n")  # some clients send an empty line behind a body: no request begins
+        assert (await read_answer(kept))[0] == 200
+        assert await read_all(kept) == b""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     monkeypatch.setattr(connection, "IDLE_TIMEOUT_S", 1000.0)
     began = trio.current_time()

@@ -158,6 +158,35 @@ def test_a_damaged_mp3_is_decoded_without_a_word_on_stderr(
     assert capfd.readouterr().err == ""
 
 
+def ogg_pages(file: bytes) -> list[bytes]:
+    pages, at = [], 0
+    while at < len(file):
+        end = at + 27 + file[at + 26] + sum(file[at + 27 : at + 27 + file[at + 26]])
+        pages.append(file[at:end])
+        at = end
+    return pages
+
+
+def test_what_a_file_lacks_is_not_filled_up_with_memory_of_earlier_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost page of an Ogg file makes it shorter than its last page says."""
+    used, empty = 7.5, np.empty
+
+    def used_before(*given: Any, **more: Any) -> Any:
+        memory = empty(*given, **more)
+        memory.fill(used)
+        return memory
+
+    monkeypatch.setattr(np, "empty", used_before)
+    noise = 0.1 * np.random.default_rng(1).standard_normal(48_000 * 5)
+    file = io.BytesIO()
+    soundfile.write(file, noise, 48_000, format="OGG", subtype="VORBIS")
+    pages = ogg_pages(file.getvalue())
+    found = audio._decode(b"".join(pages[:8] + pages[9:]), "file", 600.0, 28_800_000)
+    assert isinstance(found, AudioChunk)
+    assert 0 < len(found.samples) <= len(noise)
+    assert np.abs(found.samples).max() < used
+
+
 @pytest.mark.parametrize(
     ("format", "coding", "found"),
     [
