@@ -30,7 +30,7 @@ from omni_actors.cluster.tls import Credentials
 from omni_actors.cluster.transfers import Transport
 
 START_S: Final = 120.0
-"""How long an agent may take to start."""
+"""How long an agent may take to start. That may include the start of Ray's helper."""
 RESTART_S: Final = (1.0, 30.0)
 """Seconds between the end of an agent and the start of its successor: the first time, and at most after failures."""
 

@@ -87,7 +87,7 @@ class RemoteMailbox:
                 if isinstance(message, messages.Finished):
                     message = messages.Finished(message.request, message.stats.later(self._behind()))
                 await self.take_message(message)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             self.fail(f"a control packet of {len(packet)} bytes cannot be decoded: {error}")
 
     async def take_message(self, message: messages.ControlMessage, fds: tuple[int, ...] = ()) -> None:

@@ -44,7 +44,7 @@ from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, LocalSpawner,
 from ringbuf import EndName, Ring
 
 LEASE_S: Final = 10.0
-"""Seconds that an agent has from its start to its first lease. Its start may include that of Ray's helper."""
+"""The default length of a lease, in seconds."""
 LINK_S: Final = 1.0
 """Seconds in which the loss of a node or the death of a worker explains that a link breaks."""
 

@@ -150,6 +150,8 @@ class Suspects:
             return True
         failed = next((each for each in unfinished if each.number == failed_request), None)
         counts = self._trials.worker_died(address, unfinished, failed, trio.current_time())
+        self._have_left = True  # suspects of another stage may have left a replica that was reserved for them
+        self._changed.unpark_all()
         for request in running:
             if request not in self._trials.group_of and stage in request.replay_state.waiting:
                 self._trials.join(request)
@@ -262,7 +264,7 @@ class Suspects:
                 stages = request.replay_state.waiting
                 if (
                     stages
-                    and not request.lifecycle.ended  # the others of its group are still tried
+                    and self._trials.group_of.get(request) is group  # else it has ended, or is another stage's suspect
                     and group.stage not in stages
                     and (placement := self._placement.place(stages, request.affinity)) is not None
                 ):

@@ -137,6 +137,8 @@ class Trials:
 
     group_of: dict[Request, Group] = field(default_factory=dict)
     """The group of each suspect."""
+    _groups: dict[Group, None] = field(default_factory=dict)
+    """Those that have a suspect."""
     running: dict[Address, Group] = field(default_factory=dict)
     """The groups that a replica is reserved for: on trial there, or waiting for its drain. All others wait."""
     last_use: dict[str, tuple[float, Request]] = field(default_factory=dict)
@@ -150,7 +152,7 @@ class Trials:
     @property
     def groups(self) -> list[Group]:
         """The groups of all stages."""
-        return list(dict.fromkeys(self.group_of.values()))
+        return list(self._groups)
 
     def waiting(self, stage: str) -> list[Group]:
         """Return the groups of a stage that have no replica."""
@@ -224,6 +226,7 @@ class Trials:
             request.deaths.suspected = max(request.deaths.suspected, unit[-1].deaths.suspected)
         unit.append(request)
         self.group_of[request] = group
+        self._groups[group] = None
 
     def add_known_culprit(self, request: Request, stage: str, deaths: int, now: float) -> None:
         """Treat a new request as a known culprit, because of the deaths that requests with its fingerprint caused."""
@@ -280,8 +283,10 @@ class Trials:
         if unit:
             return False
         del group.units[request.fingerprint]
-        if not group.units and group.address is not None:
-            del self.running[group.address]
+        if not group.units:
+            del self._groups[group]
+            if group.address is not None:
+                del self.running[group.address]
         return True
 
     def is_due(self, stage: str, now: float) -> bool:
@@ -321,6 +326,7 @@ class Trials:
     def _split(self, group: Group, since: float) -> Group:
         half = group.halve(since)
         self.group_of.update(dict.fromkeys(half.requests, half))
+        self._groups[half] = None
         return half
 
     def exhausted(self, stage: str, now: float) -> list[Group]:

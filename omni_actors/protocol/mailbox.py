@@ -199,7 +199,7 @@ class Mailbox:
             if unpacked := messages.unpack(packet):
                 return unpacked
             error: Exception = ValueError("it is empty")
-        except (msgspec.DecodeError, UnicodeDecodeError) as undecodable:
+        except msgspec.DecodeError as undecodable:
             error = undecodable
         self.fault = f"a control packet of {len(packet)} bytes cannot be decoded: {error}"
         return []

@@ -435,4 +435,7 @@ def pack(encoded: Sequence[bytes]) -> bytes:
 
 def unpack(packet: bytes) -> list[ControlMessage]:
     """Decode all messages of a packet. Raises msgspec.DecodeError (or its subclass ValidationError)."""
-    return _decoder.decode(packet)
+    try:
+        return _decoder.decode(packet)
+    except (UnicodeDecodeError, RecursionError) as error:  # text that is not UTF-8; values nested too deeply
+        raise msgspec.DecodeError(str(error)) from error

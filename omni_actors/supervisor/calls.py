@@ -132,7 +132,7 @@ class Calls:
             return
         refusal = answer.refusal
         if refusal is None:
-            pending.end(Reply(msgspec.msgpack.decode(answer.value)))
+            pending.end(_reply(answer.value))
             return
         if refusal.unsupported is not None:
             pending.end(Reply(error=Unsupported(pending.address.stage, refusal.unsupported, refusal.message)))
@@ -147,6 +147,14 @@ class Calls:
         pending, self._pending = self._pending, {}
         for call in pending.values():
             call.lose(exit, raised=raised, had_worker=True)
+
+
+def _reply(value: msgspec.Raw) -> Reply:
+    """Return the reply with a value that a worker has sent."""
+    try:
+        return Reply(msgspec.msgpack.decode(value))
+    except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
+        return Reply(error=InvalidRequest(f"the answer cannot be decoded: {error}", code="answer_not_encodable"))
 
 
 def require_sendable(capability: Any, arguments: Any, timeout_s: Any) -> None:

@@ -129,9 +129,10 @@ _WORDS = {bool: "true or false", str: "text"}
 
 
 def _encoded(value: Any) -> msgspec.Raw:
-    """Encode the value of an answer. Raises InvalidRequest: it cannot be sent."""
+    """Encode the value of an answer. Raises InvalidRequest: it cannot be sent, or could not be decoded."""
     try:
         encoded = msgspec.msgpack.encode(value)
+        msgspec.msgpack.decode(encoded)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequest(f"the value cannot be sent: {error}", code="answer_not_encodable") from error
     if len(encoded) > LARGEST_VALUE:
