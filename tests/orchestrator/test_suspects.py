@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import trio
 import trio.testing
 
 from omni_actors.config import Pipeline, Restart, Stage
+from omni_actors.errors import RequestError, WorkerExit
 from omni_actors.generation import Generation
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.trials import CULPRIT_WAIT_S, LONGEST_PROBATION_S, REPLICA_DRAIN_S, STAGE_QUIET_S
@@ -231,3 +233,73 @@ async def test_a_stage_becomes_quiet_for_a_suspect_only_while_it_works(autojump_
         await trio.sleep(STAGE_QUIET_S)
         assert trials.running or omni.health().stages["first"][0].restarts == 2
         poison.abort()
+
+
+def quick_workers() -> tuple[SimulatedSpawner, dict[str, float]]:
+    """Return a spawner of quick workers, and how long those of each stage load."""
+    loads_s = {"first": 0.1, "second": 0.1}
+    return SimulatedSpawner(
+        lambda address, pid: WorkerBehavior(loads_s[address.stage], 0.01), lambda note: None
+    ), loads_s
+
+
+def long_request(omni: OmniSystem, name: str, *, pieces: int = 3000, fails_at: int = -1) -> Generation:
+    """Submit a request of many outputs. The second stage's engine raises at the one with number ``fails_at``."""
+    parts = [Input({"piece": number, "of": name}) for number in range(pieces)]
+    if fails_at >= 0:
+        parts[fails_at] = Input({"of": name, "echo": {"stage": "second", "raise": "feed"}})
+    return omni.submit({"script": parts}, ["audio"], deadline_s=3000, request_id=name)
+
+
+async def discard(generation: Generation) -> None:
+    with suppress(RequestError):
+        async for _ in generation:
+            pass
+
+
+async def test_a_replica_that_a_suspect_leaves_takes_the_requests_that_wait_for_it(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The suspect of one stage becomes that of another one during its trial."""
+    spawner, loads_s = quick_workers()
+    async with OmniSystem.open(two_stages("echo", "echo"), spawner=spawner) as omni, trio.open_nursery() as nursery:
+        trials = omni._orchestrator._dispatcher.trials
+        nursery.start_soon(discard, long_request(omni, "suspect", pieces=20_000))
+        await trio.sleep(1)
+        spawner.living[FIRST].die(exit_code=1)
+        await until(lambda: FIRST in trials.running and bool(trials.running[FIRST].on_trial))
+        waiting = omni.submit({"script": [Input({"text": "x"})]}, ["text"], deadline_s=2000)
+        loads_s["second"] = 300.0
+        await trio.sleep(0.2)
+        assert waiting.stream.request.number is None
+        spawner.living[SECOND].die(exit_code=1)
+        with trio.fail_after(10.0):
+            assert [output.data["text"] for output in await read(waiting)] == ["x"]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_culprit_that_was_tried_with_others_in_another_stage_runs_alone(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    spawner, _ = quick_workers()
+    beside: list[set[str]] = []
+    async with OmniSystem.open(two_stages("echo", "echo"), spawner=spawner) as omni, trio.open_nursery() as nursery:
+        suspects, dispatcher = omni._orchestrator._suspects, omni._orchestrator._dispatcher
+        find = suspects.worker_died
+
+        def noted(address: Address, exit: WorkerExit, failed: int | None) -> bool:
+            if address == SECOND:
+                held = [each for each in dispatcher.running() if each.replay_state.is_held_by(SECOND)]
+                beside.append({each.name for each in held if "second" not in each.stats} - {"bad"})
+            return find(address, exit, failed)
+
+        suspects.worker_died = noted  # type: ignore[method-assign]
+        nursery.start_soon(discard, long_request(omni, "bad", fails_at=60))
+        for number in range(3):
+            nursery.start_soon(discard, long_request(omni, f"good {number}"))
+        await trio.sleep(0.3)
+        spawner.living[FIRST].die(exit_code=1)
+        await trio.sleep(CULPRIT_WAIT_S + REPLICA_DRAIN_S)
+        assert len(beside) >= 1
+        assert not any(beside[1:]), "only its first death may harm others"
+        nursery.cancel_scope.cancel()

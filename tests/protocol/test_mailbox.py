@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -430,3 +431,17 @@ async def test_descriptors_wait_while_too_many_are_on_their_way(
         assert (message, len(fds)) == (CheckpointMemory(1), 1)
     assert not refusals
     assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("arguments", [b"\xa1\xff", b"\x91" * 60_000 + b"\xc0"], ids=["no UTF-8", "nested too deeply"])
+async def test_a_packet_that_cannot_be_decoded_ends_reading(arguments: bytes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    encoded = messages.encode(messages.Call(7, "x", {"key": "placeholder"}))
+    packet = messages.pack([encoded.replace(msgspec.msgpack.encode("placeholder"), arguments)])
+    with theirs:
+        async with open_mailbox(ours, 2) as mailbox:
+            theirs.send(packet)
+            assert [message async for message in mailbox.incoming] == []
+            assert mailbox.fault is not None
+            assert mailbox.fault.startswith(f"a control packet of {len(packet)} bytes cannot be decoded: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from omni_actors.stages.echo.engine import EchoEngine
 FACTORY = f"{__name__}:ControllableEcho"
 SLEEPING_FACTORY = f"{__name__}:SleepingEcho"
 SLEEPING_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class _Key:
+    """It can be encoded as a key, and cannot be decoded as one."""
+
+    number: int
 
 
 class ControllableEcho(EchoEngine):
@@ -33,6 +41,7 @@ class ControllableEcho(EchoEngine):
             "active": lambda: sorted(self._requests),
             "large": lambda size: "x" * size,
             "itself": lambda: self,
+            "keyed": lambda: {_Key(1): 1},
             "huge": lambda: 2**64,
             "crash": self._crash,
             "tokenize": lambda prompt, **more: {"tokens": [1], "token_strs": [prompt], "max_model_len": 8},

@@ -94,8 +94,9 @@ def test_a_refusal_with_a_surrogate_can_be_sent(capability: str, refusal: CallRe
     assert encode(answer)
 
 
-def test_a_value_that_cannot_be_sent_is_a_refusal() -> None:
-    refusal = worker_calls().answer(ControllableEcho(stage_context()), Call(3, "itself")).refusal
+@pytest.mark.parametrize("capability", ["itself", "keyed"])
+def test_a_value_that_cannot_be_sent_is_a_refusal(capability: str) -> None:
+    refusal = worker_calls().answer(ControllableEcho(stage_context()), Call(3, capability)).refusal
     assert refusal is not None
     assert refusal.code == "answer_not_encodable"
 
