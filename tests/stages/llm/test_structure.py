@@ -68,11 +68,13 @@ def test_a_resumed_answer_keeps_its_form(drive: Callable[..., Driver], engine: L
         ({"structured_outputs": {"json": 7}}, "structured_outputs", "cannot be used"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "cannot be used"),
         ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs", "cannot be used"),
+        ({"structured_outputs": {"json": "[" * 20_000}}, "structured_outputs", "json cannot be used: .*recursion"),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs", "only true"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be used"),
         ({"structured_outputs": {"regex": 3}}, "structured_outputs", "cannot be used"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "a list of texts"),
         ({"structured_outputs": {"grammar": "?"}}, "structured_outputs", "cannot be used"),
+        ({"structured_outputs": {"grammar": ' {"grammars": [{"json_schema": {}}]}'}}, "structured_outputs", "Lark's"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "structure"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens", "structure"),
     ],
@@ -186,6 +188,61 @@ def test_a_regular_expression_that_takes_long_to_compile_is_refused(tokenizer: S
     for settings in ({"regex": pattern}, {"grammar": f"start: A\nA: /{pattern}/"}):
         with pytest.raises(InvalidRequest, match="too big"):
             Structure(tokenizer, settings)
+
+
+def multiple(number: float) -> dict[str, Any]:
+    return {"type": "integer", "multipleOf": number}
+
+
+WIDE = {"type": "object", "properties": {str(number): multiple(number) for number in range(1000, 1030)}}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"json": multiple(40_009)},
+        {"json": json.dumps(multiple(40_009))},
+        {"json": json.dumps(multiple(10**400))},
+        {"json": {"type": "number", "multipleOf": 1.00003}},
+        {"json": {"$defs": {"a": [multiple(40_009)]}}},
+        {"json": WIDE},
+        {"json": {"allOf": [multiple(317), multiple(331)]}},
+        {"json": {"allOf": [multiple(317), multiple(331)], "properties": {"a": {"multipleOf": 0}}}},
+        {"grammar": f"start: %json {json.dumps(multiple(40_009))}"},
+        {"grammar": f"start: (%json\n{json.dumps(multiple(40_009))})"},
+        {"grammar": 'start: "%json" | %json {"type": "integer", "multiple\\u004ff": 40009}'},
+        {"grammar": 'start: %json {"type": "integer", "multipleOf": 40009, "title": "%json {"}'},
+        {"grammar": 'start: %json {"multipleOf": 10007} %json {"multipleOf": 10009}'},
+    ],
+)
+def test_numbers_with_too_many_remainders_are_refused(tokenizer: StructureTokenizer, settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"multipleOf are too large: .* more than 20000"):
+        Structure(tokenizer, settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"json": multiple(9_973)},
+        {"json": {"type": "number", "multipleOf": 1e-9}},
+        {"json": {"properties": {"multipleOf": {"type": "string"}, "a": {"multipleOf": 0.01}, "b": multiple(3600)}}},
+        {"json": {"type": "object", "properties": {f"p{number}": multiple(9_973) for number in range(50)}}},
+        {"grammar": 'start: "%json" | "a"'},
+    ],
+)
+def test_usual_numbers_have_few_remainders(tokenizer: StructureTokenizer, settings: dict[str, Any]) -> None:
+    assert Structure(tokenizer, settings).failure is None
+
+
+def test_a_schema_does_not_change_the_options(tokenizer: StructureTokenizer, shared_tiny: LLMEngine) -> None:
+    """White space would be allowed, and unknown keys."""
+    options = {"whitespace_flexible": True, "whitespace_pattern": "[ ]+", "lenient": True}
+    structure = Structure(tokenizer, {"json": {"type": "object", "x-guidance": options}})
+    brace, space = shared_tiny._vocabulary.tokenizer.convert_tokens_to_ids(["{", "Ġ"])
+    structure.accept(brace)
+    assert not structure.mask(torch.zeros(283))[space].isfinite()
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        Structure(tokenizer, {"json": {"uniqueItems": True, "x-guidance": options}})
 
 
 def test_large_schemas_do_not_reach_the_bound(tokenizer: StructureTokenizer) -> None:
