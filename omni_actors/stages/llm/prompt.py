@@ -7,6 +7,8 @@ Rules
 3. Recordings without a conversation are the user's question.
 4. The model gets text only: an audio part is replaced by its transcript, and newlines join the parts of a message.
 5. Tools, calls of tools and their results are rendered by the chat template, or become text (see ``chat_template``).
+6. Control tokens in the texts of a conversation are plain characters (see ``control_tokens``); those of a raw prompt
+   count.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from omni_actors.stages.autoregressive.language import refuse_beyond_context
 from omni_actors.stages.autoregressive.options import DEFAULT_TOKENIZATION, TokenizationKwargs
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest
+from omni_actors.stages.llm import control_tokens
 from omni_actors.stages.llm.chat_template import RenderedMessage, knows_tools, tools_as_text
 from omni_actors.stages.multimodal import conversation
 from omni_actors.stages.multimodal.conversation import AudioPart, MediaPart, Message, TextPart, ToolCall
@@ -99,9 +102,10 @@ class Prompt:
         count = len(self.messages)
         refuse_beyond_context(kwargs.least(count), f"{count} messages of at least 1 token", context)
         text = self.render(vocabulary.tokenizer, system_prompt, tools)
-        least = kwargs.least(math.ceil(len(text) / vocabulary.longest))
-        refuse_beyond_context(least, f"{len(text)} characters, which are at least {least} tokens,", context)
-        tokens = kwargs.cut(vocabulary.tokenizer.encode(text, add_special_tokens=False))
+        length = control_tokens.length(text)
+        least = kwargs.least(math.ceil(length / vocabulary.longest))
+        refuse_beyond_context(least, f"{length} characters, which are at least {least} tokens,", context)
+        tokens = kwargs.cut(control_tokens.encode(vocabulary.tokenizer, text))
         refuse_unknown_tokens(tokens, vocabulary.size, "messages")
         return tokens
 
@@ -113,8 +117,9 @@ class Prompt:
         return self.raw.tokens(vocabulary.tokenizer, vocabulary.size, kwargs)
 
     def render(self, tokenizer: Any, system_prompt: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the prompt's text, special tokens included, up to where the model's answer begins.
+        """Return the prompt's text, special tokens and marks included, up to where the model's answer begins.
 
+        Marks: see ``control_tokens``.
         tokenizer: a transformers tokenizer with a chat template. system_prompt: for a conversation without one. tools:
         the functions that the model may call.
         Raises InvalidRequest: there is nothing to answer, or the chat template refuses the conversation.
@@ -127,8 +132,11 @@ class Prompt:
             raise InvalidRequest("the prompt is empty: no message has text", param="messages")
         given = list(tools) or None
         has_tools = given is not None or any(message.has_tools for message in sent)
-        if has_tools and not knows_tools(tokenizer.get_chat_template(tools=given)):
-            messages, given = tools_as_text(messages, tools), None
+        template = tokenizer.get_chat_template(tools=given)
+        control = control_tokens.ControlTokens(tokenizer, template)
+        messages, given = control.marked_messages(messages), control.marked(given)
+        if has_tools and not knows_tools(template):
+            messages, given = tools_as_text(messages, given or ()), None
         try:
             text: str = tokenizer.apply_chat_template(messages, tools=given, add_generation_prompt=True, tokenize=False)
         except jinja2.TemplateError as error:
@@ -169,8 +177,7 @@ def conversation_tokens(
     """Return the tokens of a conversation, a chunk with messages. Raises as ``Prompt.feed`` and ``Prompt.render``."""
     prompt = Prompt([CLIENT])
     prompt.feed(chunk)
-    tokens: list[int] = tokenizer.encode(prompt.render(tokenizer, system_prompt, tools), add_special_tokens=False)
-    return tokens
+    return control_tokens.encode(tokenizer, prompt.render(tokenizer, system_prompt, tools))
 
 
 def _rendered_call(call: ToolCall) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageRequest
 from omni_actors.stages.llm.engine import LLMEngine
+from omni_actors.stages.llm.prompt import Prompt
 from tests.stages.llm.tiny_engine import CONTEXT, Results, answer, assert_empty, decoded, opened, reference, user
 from tiny_models.llama import save_model
 
@@ -66,11 +68,16 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     assert f"holds {CONTEXT}" in message
 
 
-def test_the_longest_prompt_that_fits_is_not_refused(engine: LLMEngine) -> None:
+def test_the_longest_prompt_that_fits_is_not_refused(tiny: Path) -> None:
     """The prompt consists of the longest token, apart from the template."""
-    frame = len(engine._vocabulary.tokenizer.encode("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"))
-    prompt = "<|im_start|>" * (CONTEXT - 1 - frame)
-    assert answer(engine, prompt)[1]["prompt_tokens"] == CONTEXT - 1
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.add_tokens(["wonderfulness"])
+    vocabulary = Vocabulary(tokenizer, None)
+    assert vocabulary.longest == len("wonderfulness")
+    frame = len(tokenizer.encode("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"))
+    prompt = Prompt((CLIENT,))
+    prompt.feed(Chunk(source=CLIENT, seq=0, last=True, tensors={}, data=user("wonderfulness" * 500)))
+    assert len(prompt.encode(vocabulary, "", 500 + frame + 1)) == 500 + frame
 
 
 def test_more_messages_than_tokens_are_refused_before_they_are_rendered(

@@ -268,7 +268,7 @@ def padded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM
     path = tmp_path_factory.mktemp("padded")
     shutil.copytree(tiny, path, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(path)
     with closing(opened(path)) as engine:
         yield engine
@@ -277,10 +277,10 @@ def padded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM
 @pytest.mark.parametrize(
     ("data", "tensors", "params", "param"),
     [
-        (user("a <pad>"), {}, {}, "messages"),
-        ({"prompt": "a <pad>"}, {}, {}, "prompt"),
+        (user("a <more>"), {}, {}, "messages"),
+        ({"prompt": "a <more>"}, {}, {}, "prompt"),
         ({}, {"token_ids": np.array([1, 283])}, {}, "prompt_token_ids"),
-        (user("a"), {}, {"guidance_scale": 2.0, "negative_prompt": "<pad>"}, "negative_prompt"),
+        (user("a"), {}, {"guidance_scale": 2.0, "negative_prompt": "<more>"}, "negative_prompt"),
         (user("a"), {}, {"logit_bias": {"283": 1}}, "logit_bias"),
     ],
 )
