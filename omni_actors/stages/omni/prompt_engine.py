@@ -39,6 +39,8 @@ class OmniRequest(PromptRequest[OmniPrompt]):
 
 
 R = TypeVar("R", bound=OmniRequest)
+_HEADER = "<|im_start|>assistant\n"
+"""The beginning of the answer's turn, for a talker that takes some of the prompt's positions."""
 
 
 class OmniPromptEngine(PromptEngine[R]):
@@ -57,6 +59,7 @@ class OmniPromptEngine(PromptEngine[R]):
         )  # a tokenizer must not be used in two threads
         self._media_thread = MediaThread()
         self._system_prompt = system_prompt
+        self._header: list[int] = self._processor.tokenizer.encode(_HEADER, add_special_tokens=False)
 
     def _conversation_tokens(self, chunk: Chunk, tools: Sequence[Any]) -> list[int]:
         """Return the tokens of a conversation without media, a chunk with messages. Raises InvalidRequest."""
@@ -146,15 +149,17 @@ class OmniPromptEngine(PromptEngine[R]):
         if embedded:
             raise InvalidRequest("embeds: the talker needs the tokens of the prompt", param="embeds")
         positions = self._talker_positions(request)
-        _check_positions(positions, request)
+        if positions is not None:
+            _check_positions(positions, request, self._header)
         request.handoff = TalkerHandoff(len(request.ids), positions)
 
 
-def _check_positions(positions: Tensor | None, request: OmniRequest) -> None:
-    """Raise InvalidRequest if a raw prompt does not have what a talker takes. positions: of ``_talker_positions``."""
-    if positions is None:
-        return
-    if not positions[-1]:
+def _check_positions(positions: Tensor, request: OmniRequest, header: list[int]) -> None:
+    """Raise InvalidRequest if a raw prompt does not have what a talker takes.
+
+    positions: of ``_talker_positions``. header: the tokens with which the prompt has to end.
+    """
+    if request.ids[-len(header) :].tolist() != header:
         raise InvalidRequest("prompt: for speech it has to end with the beginning of the answer's turn", param="prompt")
     if (request.is_media & ~positions).any():
         raise InvalidRequest("prompt: for speech, media may be in the user's turns only", param="prompt")

@@ -124,6 +124,20 @@ def test_a_wrong_raw_prompt_is_refused(
     assert not driver.engine.busy
 
 
+@pytest.mark.parametrize(
+    "end", ["<|im_start|>user\na", "<|im_start|>assistant", "<|im_start|>assistant\na", "<|im_start|>assistanta"]
+)
+def test_for_speech_a_raw_prompt_ends_with_the_beginning_of_the_answer(engine: Any, driver: Driver, end: str) -> None:
+    """The talker of Qwen2.5-Omni takes every position of the prompt."""
+    asked = [({"prompt": f"<|im_start|>user\na<|im_end|>\n{end}"}, {})]
+    assert answer(driver, asked, downstream=False)
+    if engine._config.model_type == "qwen2_5_omni":
+        assert answer(driver, asked)
+        return
+    with pytest.raises(InvalidRequest, match="has to end with the beginning of the answer's turn"):
+        answer(driver, asked)
+
+
 def test_hostile_token_ids_end_no_engine(engine: Any, driver: Driver, lenient_choices: None) -> None:
     """Control tokens in any order, with an image: each request is answered or refused."""
     processor, chunk = engine._processor, ({"index": 0}, {"image": noise(0, 64, 64)})
