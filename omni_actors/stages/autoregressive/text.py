@@ -153,6 +153,7 @@ class AnswerText:
         """The tokens of the answer, and the first ones of them whose text no stop string can cut off any more."""
         self._end_tokens = vocabulary.end_tokens(params)
         self._silent = vocabulary.silent if params.skip_special_tokens else frozenset()
+        self._size = vocabulary.size
         self._prompt_tokens, self._max_tokens = prompt_tokens, max_tokens
         decode = partial(vocabulary.decode, skip_special_tokens=params.skip_special_tokens)
         self._detokenizer, self._stops = Detokenizer(decode), StopFilter(params.stop)
@@ -162,8 +163,10 @@ class AnswerText:
         """Add a token; return the output's data: empty if no text became final, and complete at the end."""
         self.tokens += 1
         ended = token in self._end_tokens
-        # Tokens without text stay out of the detokenizer: they would fill its window.
-        text = "" if ended or token in self._silent else self._detokenizer.push(token)
+        # Tokens without text stay out of the detokenizer: they would fill its window. A model may have more rows than
+        # its tokenizer has tokens.
+        is_silent = ended or token in self._silent or token >= self._size
+        text = "" if is_silent else self._detokenizer.push(token)
         text, stopped = self._stops.push(text)
         if not stopped and (ended or self.tokens == self._max_tokens):
             rest, stopped = self._stops.push(self._detokenizer.finish())

@@ -171,3 +171,22 @@ def test_a_token_of_an_incomplete_character_is_certain_only_without_stop_strings
     assert len(certain) > 3
     assert certain[-3:] == ([certain[-4]] * 3 if stop else [answer.tokens - 2, answer.tokens - 1, answer.tokens])
     assert (answer.finish_reason == "stop") == bool(stop)
+
+
+def test_ids_that_the_tokenizer_lacks_have_no_text_and_no_cost() -> None:
+    """The answer has them between the tokens of a character, too."""
+    inner, sizes = TOKENIZERS["byte level"], []
+
+    def decode(tokens: Sequence[int], **options: Any) -> str:
+        sizes.append(len(tokens))
+        return str(inner.decode(list(tokens)))
+
+    tokenizer: Any = SimpleNamespace(
+        eos_token_id=None, added_tokens_decoder={}, get_vocab=inner.get_vocab, decode=decode
+    )
+    padded = inner.get_vocab_size() + 3
+    tokens = [each for token in inner.encode("the 你🙂 cat").ids for each in (token, *[padded] * 50)]
+    answer = AnswerText(Vocabulary(tokenizer, None, rows=2 * padded), 1, len(tokens), TextParams())
+    text = "".join(answer.push(token).get("text", "") for token in tokens)
+    assert text == "the 你🙂 cat"
+    assert max(sizes) <= 40
