@@ -48,7 +48,7 @@ def guided(sequences: list[G], logits: Tensor) -> tuple[list[G], Tensor]:
     """Keep the predictions of companions; return the other sequences with the scores from which they choose.
 
     logits: of one forward, (sequences, vocabulary). Scores: the logits, or float32 log probabilities where a sequence
-    has a companion. A token whose logit is -inf stays excluded.
+    has a companion. A token whose logit is -inf, the companion's included, is excluded.
     """
     if not any(each.is_companion or each.companion for each in sequences):
         return sequences, logits
@@ -63,6 +63,7 @@ def _scores(sequence: GuidedSequence, logits: Tensor) -> Tensor:
     if sequence.companion is None:
         return logits
     assert sequence.companion.prediction is not None, "rule 2"
-    excluded = logits == float("-inf")
-    likely, unwanted = logits.float().log_softmax(-1), sequence.companion.prediction.float().log_softmax(-1)
+    prediction = sequence.companion.prediction
+    excluded = (logits == float("-inf")) | (prediction == float("-inf"))  # both would be NaN
+    likely, unwanted = logits.float().log_softmax(-1), prediction.float().log_softmax(-1)
     return (unwanted + sequence.scale * (likely - unwanted)).masked_fill(excluded, float("-inf"))

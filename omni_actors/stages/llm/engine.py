@@ -98,8 +98,8 @@ class LLMEngine(LanguageEngine[LLMRequest]):
                 message = f"negative_prompt: {error}"
                 raise InvalidRequest(message, param="negative_prompt", code=error.code) from error
         if not tokens:
-            message = "negative_prompt: it has no tokens, and neither has a prompt of embeddings"
-            raise InvalidRequest(message, param="negative_prompt")
+            reason = "it has no tokens" if text is not None else "there is none, and embeddings have no last token"
+            raise InvalidRequest(f"negative_prompt: {reason}", param="negative_prompt")
         self._use_prefixes(companion, tokens)
         companion.prefill_left = len(tokens)
         companion.uncomputed = tokens + companion.uncomputed

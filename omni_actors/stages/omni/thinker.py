@@ -275,6 +275,6 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
 def _require_text(companion: ThinkerRequest) -> None:
     """Raise InvalidRequest if a companion's prompt is not text. Without a negative prompt, it is the last token."""
     if not len(companion.ids):
-        raise InvalidRequest("it has no tokens, and neither has a prompt of embeddings")
+        raise InvalidRequest("there is none, and embeddings have no last token")
     if companion.is_media.any():
         raise InvalidRequest("there is none, and the prompt ends with a medium, not with text")

@@ -8,15 +8,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from omni_actors.stages.autoregressive import language
+from omni_actors.stages.autoregressive.guidance import guided
 from omni_actors.stages.autoregressive.sampling import choose
 from omni_actors.stages.base import CLIENT, InvalidRequest, StageRequest
-from omni_actors.stages.llm.engine import LLMEngine
+from omni_actors.stages.llm.engine import LLMEngine, LLMRequest
+from omni_actors.stages.llm.options import LLMParams
+from omni_actors.stages.llm.prompt import Prompt
 from tests.stages.llm.resumed_answers import PARAMS, check_every_cut, decisions
 from tests.stages.llm.resumed_answers import answer as driven
 from tests.stages.llm.tiny_engine import PROMPTS, Results, answer, assert_empty, opened, submit, transformers_of, user
@@ -271,6 +275,35 @@ def test_an_engine_with_one_row_refuses_guidance(tiny: Path) -> None:
     with closing(opened(tiny, max_batch=1)) as engine, pytest.raises(InvalidRequest, match="2 rows") as caught:
         engine.start(StageRequest(0, (CLIENT,), GUIDED))
     assert caught.value.param == "guidance_scale"
+
+
+@pytest.mark.parametrize(
+    ("data", "tensors", "negative", "words"),
+    [
+        ({"prompt": "the fox"}, {}, "", "it has no tokens$"),
+        ({}, {"embeds": np.ones((4, 32), np.float32)}, None, "there is none, and embeddings have no last token$"),
+    ],
+)
+def test_a_companion_without_tokens_is_refused(
+    driver: Driver, data: dict[str, Any], tensors: dict[str, Any], negative: str | None, words: str
+) -> None:
+    driver.start(0, guidance_scale=2.0, negative_prompt=negative)
+    with pytest.raises(InvalidRequest, match=f"^negative_prompt: {words}") as refused:
+        driver.feed(0, data, tensors, last=True)
+    assert refused.value.param == "negative_prompt"
+    driver.live.discard(0)
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+def test_a_token_that_either_sequence_excludes_is_excluded(scale: float) -> None:
+    own, companion = (LLMRequest(StageRequest(0, (CLIENT,), {}), LLMParams(), Prompt((CLIENT,))) for _ in range(2))
+    own.guide_by(companion, scale)
+    excluded = float("-inf")
+    logits = torch.tensor([[0.0, 1.0, excluded, excluded], [0.0, excluded, 1.0, excluded]])
+    sequences, scores = guided([companion, own], logits)
+    assert sequences == [own]
+    assert scores[0].isfinite().tolist() == [True, False, False, False]
+    assert not scores.isnan().any()
 
 
 @pytest.mark.parametrize("scale", [0.0, 3.0])
