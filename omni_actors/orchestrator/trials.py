@@ -138,7 +138,7 @@ class Trials:
     group_of: dict[Request, Group] = field(default_factory=dict)
     """The group of each suspect."""
     _groups: dict[Group, None] = field(default_factory=dict)
-    """Those that have a suspect."""
+    """The groups that have a suspect, in the order in which they were found."""
     running: dict[Address, Group] = field(default_factory=dict)
     """The groups that a replica is reserved for: on trial there, or waiting for its drain. All others wait."""
     last_use: dict[str, tuple[float, Request]] = field(default_factory=dict)

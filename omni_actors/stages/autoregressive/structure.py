@@ -118,7 +118,7 @@ def _check_remainders(*schemas: Any) -> None:
             rest += each.values()
         elif isinstance(each, list):
             rest += each
-    if max(sum(found), math.lcm(*found - {0})) > _MOST_REMAINDERS:
+    if sum(found) > _MOST_REMAINDERS or math.lcm(*found - {0}) > _MOST_REMAINDERS:
         message = f"their sum or their least common multiple, without decimal points, is more than {_MOST_REMAINDERS}"
         raise ValueError(f"the numbers of multipleOf are too large: {message}")
 
