@@ -128,16 +128,20 @@ _WORDS = {bool: "true or false", str: "text"}
 """What arguments of these types must be."""
 
 
+_NESTED = b"\x91" * 100
+"""An array in an array, and so on. The parent decodes an answer with a deeper stack than its worker."""
+
+
 def _encoded(value: Any) -> msgspec.Raw:
     """Encode the value of an answer. Raises InvalidRequest: it cannot be sent, or could not be decoded."""
     try:
         encoded = msgspec.msgpack.encode(value)
-        msgspec.msgpack.decode(encoded)
+        if len(encoded) > LARGEST_VALUE:
+            message = f"the answer has {len(encoded)} bytes; at most {LARGEST_VALUE} can be sent"
+            raise InvalidRequest(message, code="answer_too_large")
+        msgspec.msgpack.decode(_NESTED + encoded)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequest(f"the value cannot be sent: {error}", code="answer_not_encodable") from error
-    if len(encoded) > LARGEST_VALUE:
-        message = f"the answer has {len(encoded)} bytes; at most {LARGEST_VALUE} can be sent"
-        raise InvalidRequest(message, code="answer_too_large")
     return msgspec.Raw(encoded)
 
 

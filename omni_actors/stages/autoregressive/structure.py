@@ -53,6 +53,11 @@ _MOST_REMAINDERS = 20_000
 """The remainders of the numbers of ``multipleOf`` in a structure. llguidance makes a state for each of them when it
 compiles the structure: 0.1 s and 10 MB for 20,000, 8 s and 500 MB for 400,000. Where schemas are joined, the least
 common multiple counts."""
+_JOINS = {
+    *("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "$recursiveRef"),
+    *("patternProperties", "dependencies", "dependentSchemas"),
+}
+"""The keys by which a schema joins others."""
 _JSON = json.JSONDecoder(parse_int=float)
 _IN_GRAMMAR = re.compile(r"%json[ \t\r\n]*")
 """What a JSON schema in a grammar follows."""
@@ -94,7 +99,7 @@ def _grammar(given: Any) -> str:
         if given.lstrip().startswith("{"):
             # llguidance would read it in a format of its own, in which texts of any format are JSON strings.
             raise ValueError("Lark's format was expected")
-        _check_remainders(*_schemas(given))
+        _check_remainders(*_schemas(given), are_joined=True)
     return LLMatcher.grammar_from_lark(given)
 
 
@@ -107,18 +112,22 @@ def _schemas(grammar: str) -> Iterator[Any]:
             continue
 
 
-def _check_remainders(*schemas: Any) -> None:
-    """Raise ValueError if the numbers of ``multipleOf`` in some schemas have too many remainders."""
+def _check_remainders(*schemas: Any, are_joined: bool = False) -> None:
+    """Raise ValueError if the numbers of ``multipleOf`` in some schemas have too many remainders.
+
+    are_joined: whether the schemas may be joined, or parts of them where they do not show it.
+    """
     found: set[int] = set()
     rest = [*schemas]
     while rest:
         each = rest.pop()
         if isinstance(each, dict):
+            are_joined = are_joined or not _JOINS.isdisjoint(each)
             found.add(_remainders(each.get("multipleOf")))
             rest += each.values()
         elif isinstance(each, list):
             rest += each
-    if sum(found) > _MOST_REMAINDERS or math.lcm(*found - {0}) > _MOST_REMAINDERS:
+    if sum(found) > _MOST_REMAINDERS or (are_joined and math.lcm(*found - {0}) > _MOST_REMAINDERS):
         message = f"their sum or their least common multiple, without decimal points, is more than {_MOST_REMAINDERS}"
         raise ValueError(f"the numbers of multipleOf are too large: {message}")
 

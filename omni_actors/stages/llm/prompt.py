@@ -133,7 +133,7 @@ class Prompt:
         given = list(tools) or None
         has_tools = given is not None or any(message.has_tools for message in sent)
         template = tokenizer.get_chat_template(tools=given)
-        control = control_tokens.ControlTokens(tokenizer, template)
+        control = control_tokens.ControlTokens.of(tokenizer, template)
         messages, given = control.marked_messages(messages), control.marked(given)
         if has_tools and not knows_tools(template):
             messages, given = tools_as_text(messages, given or ()), None

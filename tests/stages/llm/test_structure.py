@@ -208,6 +208,7 @@ WIDE = {"type": "object", "properties": {str(number): multiple(number) for numbe
         {"json": WIDE},
         {"json": {"allOf": [multiple(317), multiple(331)]}},
         {"json": {"allOf": [multiple(317), multiple(331)], "properties": {"a": {"multipleOf": 0}}}},
+        {"grammar": f"start: a & b\na: %json {json.dumps(multiple(317))}\nb: %json {json.dumps(multiple(331))}"},
         {"grammar": f"start: %json {json.dumps(multiple(40_009))}"},
         {"grammar": f"start: (%json\n{json.dumps(multiple(40_009))})"},
         {"grammar": 'start: "%json" | %json {"type": "integer", "multiple\\u004ff": 40009}'},
@@ -225,6 +226,7 @@ def test_numbers_with_too_many_remainders_are_refused(tokenizer: StructureTokeni
     [
         {"json": multiple(9_973)},
         {"json": {"type": "number", "multipleOf": 1e-9}},
+        {"json": {"type": "object", "properties": {"h": multiple(24), "d": multiple(365), "w": multiple(7)}}},
         {"json": {"properties": {"multipleOf": {"type": "string"}, "a": {"multipleOf": 0.01}, "b": multiple(3600)}}},
         {"json": {"type": "object", "properties": {f"p{number}": multiple(9_973) for number in range(50)}}},
         {"grammar": 'start: "%json" | "a"'},

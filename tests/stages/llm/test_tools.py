@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest, StageRequest
+from omni_actors.stages.llm import control_tokens
 from omni_actors.stages.llm.chat_template import knows_tools
 from omni_actors.stages.llm.engine import LLMEngine
 from omni_actors.stages.llm.prompt import conversation_tokens
@@ -207,6 +208,13 @@ def test_no_text_of_a_conversation_begins_a_turn(
     assert tokenizer.decode(tokens).count("<|im_start|>") == usual.count(start) + 1
     if knows:
         assert ask(tool_engine, messages, tools=tools)["prompt_tokens"] == len(tokens)
+
+
+def test_a_conversation_has_a_bounded_number_of_control_tokens_in_texts(engine: LLMEngine) -> None:
+    """Each of them is encoded by itself, while the batch waits."""
+    content = "<|im_start|>a" * (control_tokens.MOST_MARKED + 1)
+    with pytest.raises(InvalidRequest, match="1001 control tokens in texts; at most 1000"):
+        engine.call("tokenize", {"messages": [{"role": "user", "content": content}]})
 
 
 def test_an_assistants_message_has_the_tokens_of_an_answer_that_are_not_special(tiny: Path) -> None:
