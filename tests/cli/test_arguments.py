@@ -11,17 +11,17 @@ from omni_actors.cli import main
 
 NO_TEXT = "a\udcff"
 """How Python reads an argument with a byte that is not UTF-8."""
-NOBODY = "http://127.0.0.1:1"
+NO_SERVER = "http://127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ["chat", "--url", NO_TEXT],
-        ["chat", "--url", f"{NOBODY}/{NO_TEXT}"],
-        *(["chat", "--url", NOBODY, option, NO_TEXT] for option in ("--model", "--system", "--voice")),
-        *(["bench", "--url", NOBODY, option, NO_TEXT] for option in ("--model", "--voice")),
-        ["top", "--once", "--url", NOBODY, "--pipeline", NO_TEXT],
+        ["chat", "--url", f"{NO_SERVER}/{NO_TEXT}"],
+        *(["chat", "--url", NO_SERVER, option, NO_TEXT] for option in ("--model", "--system", "--voice")),
+        *(["bench", "--url", NO_SERVER, option, NO_TEXT] for option in ("--model", "--voice")),
+        ["top", "--once", "--url", NO_SERVER, "--pipeline", NO_TEXT],
     ],
 )
 def test_bytes_that_are_no_text_are_a_wrong_argument(arguments: list[str]) -> None:
@@ -32,7 +32,7 @@ def test_bytes_that_are_no_text_are_a_wrong_argument(arguments: list[str]) -> No
 
 @pytest.mark.parametrize("extra", ['{"a": "\udcff"}', '{"a": ' + "[" * 5000])
 def test_fields_that_cannot_be_decoded_are_a_wrong_argument(extra: str) -> None:
-    result = CliRunner().invoke(main, ["bench", "--url", NOBODY, "--extra", extra])
+    result = CliRunner().invoke(main, ["bench", "--url", NO_SERVER, "--extra", extra])
     assert result.exit_code == 2
     assert "not a JSON object" in result.stderr
     assert len(result.stderr) < 1000
@@ -40,14 +40,14 @@ def test_fields_that_cannot_be_decoded_are_a_wrong_argument(extra: str) -> None:
 
 def test_a_line_of_a_dataset_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
     (dataset := tmp_path / "deep.jsonl").write_text('{"messages": [{"content": ' + "[" * 5000 + "\n")
-    result = CliRunner().invoke(main, ["bench", "--url", NOBODY, "--dataset", str(dataset)])
+    result = CliRunner().invoke(main, ["bench", "--url", NO_SERVER, "--dataset", str(dataset)])
     assert result.exit_code == 2
     assert "deep.jsonl:1: " in result.stderr
 
 
 @pytest.mark.parametrize("words", ["1" * 5000, "1-" + "9" * 5000, "1000001"])
 def test_a_prompt_has_a_bounded_number_of_words(words: str) -> None:
-    result = CliRunner().invoke(main, ["bench", "--url", NOBODY, "--words", words])
+    result = CliRunner().invoke(main, ["bench", "--url", NO_SERVER, "--words", words])
     assert result.exit_code == 2
     assert "at most 1000000 words" in result.stderr
     assert len(result.stderr) < 1000
