@@ -28,6 +28,8 @@ pytestmark = pytest.mark.slow  # make test resumes answers in one process: stage
 
 WATCHDOG_S = 100.0
 TEXT = "the quick brown fox <|im_start|>jumps over"
+QUESTION = TEXT.replace("<|im_start|>", "")
+"""In a question, a control token is many characters."""
 SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 24, "ignore_eos": True}
 FORMED = {
     "type": "object",
@@ -125,9 +127,9 @@ def test_a_guided_answer_goes_on_after_a_kill_at_every_tenth_output(
     opened, _ = shared_system
 
     async def work(omni: OmniSystem) -> None:
-        expected = await check_killed(omni, TEXT, (1, *range(10, 60, 10)), **GUIDED, **params)
-        assert expected[-1].data["completion_tokens"] < 100  # the context is full
-        plain = await read(omni, TEXT, ignore_eos=True, max_tokens=100, **params)
+        expected = await check_killed(omni, QUESTION, (1, *range(10, 60, 10)), **GUIDED, **params)
+        assert expected[-1].data["completion_tokens"] == 95  # the context is full
+        plain = await read(omni, QUESTION, ignore_eos=True, max_tokens=100, **params)
         assert [output.delta for output in plain] != [output.delta for output in expected]
 
     opened.run(work)
