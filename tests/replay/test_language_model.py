@@ -28,8 +28,6 @@ pytestmark = pytest.mark.slow  # make test resumes answers in one process: stage
 
 WATCHDOG_S = 100.0
 TEXT = "the quick brown fox <|im_start|>jumps over"
-QUESTION = TEXT.replace("<|im_start|>", "")
-"""In a question, a control token is many characters."""
 SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 24, "ignore_eos": True}
 FORMED = {
     "type": "object",
@@ -38,7 +36,7 @@ FORMED = {
     "additionalProperties": False,
 }
 KILL_AT = (1, 7)
-GUIDED = {"guidance_scale": 2.5, "negative_prompt": "the sea", "ignore_eos": True, "max_tokens": 100}
+GUIDED = {"guidance_scale": 2.5, "ignore_eos": True, "max_tokens": 100}
 AT_A_TIME = 4
 
 
@@ -63,6 +61,15 @@ def prompt(model: Path, kind: str) -> Any:
     tokens = AutoTokenizer.from_pretrained(model).encode(TEXT)
     table = AutoModelForCausalLM.from_pretrained(model).get_input_embeddings().weight.detach()
     return {"prompt": TEXT, "prompt_token_ids": tokens, "prompt_embeds": table[tokens]}[kind]
+
+
+def rendered(model: Path, question: str) -> str:
+    """Return a question as the chat template renders it: a raw prompt, in which control tokens count."""
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "user", "content": question}]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 async def read(omni: OmniSystem, asked: Any, kill_at: int = 0, **params: Any) -> list[Output]:
@@ -124,12 +131,14 @@ def test_a_guided_answer_goes_on_after_a_kill_at_every_tenth_output(
     shared_system: tuple[SharedSystem, Path], params: dict[str, Any]
 ) -> None:
     """The request and its companion are lost together, and resume together from one journal."""
-    opened, _ = shared_system
+    opened, model = shared_system
+    asked = {"prompt": rendered(model, TEXT)}
+    guided = {**GUIDED, "negative_prompt": rendered(model, "the sea")}
 
     async def work(omni: OmniSystem) -> None:
-        expected = await check_killed(omni, QUESTION, (1, *range(10, 60, 10)), **GUIDED, **params)
-        assert expected[-1].data["completion_tokens"] == 95  # the context is full
-        plain = await read(omni, QUESTION, ignore_eos=True, max_tokens=100, **params)
+        expected = await check_killed(omni, asked, (1, *range(10, 60, 10)), **guided, **params)
+        assert expected[-1].data["completion_tokens"] == 94  # the context is full
+        plain = await read(omni, asked, ignore_eos=True, max_tokens=100, **params)
         assert [output.delta for output in plain] != [output.delta for output in expected]
 
     opened.run(work)
