@@ -189,7 +189,7 @@ async def begin_choices(
     """Begin ``n`` generations of each submission, which takes the seed and the request's identifier.
 
     The choices of the first submission come first. ticket: it is released. id: of the response. ``request_name`` makes
-    of it the identifier of its only request; that of one of several has the number of its choice behind it.
+    the identifier of a single request from it. With several requests, each identifier ends with the choice's number.
     Raises HTTPError, and as ``generate`` does. Cancellation: none of them runs.
     """
     count, most = body.n * len(submits), system.pipeline.limits.max_requests
