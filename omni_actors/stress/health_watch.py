@@ -105,6 +105,9 @@ class HealthWatch:
         # Between two looks, one replica may be given up just before another one serves again.
         failed = self._failed_now
         self.ever_given_up |= self._without_replica(failed | self._failed)
+        # A replica that is added in the same moment hides this, although the stage refuses requests until it is ready.
+        first = self._omni.dead_error
+        self.ever_given_up |= {stage for stage, _ in failed if first is not None and stage == first.stage}
         self._failed = failed
 
     @property
