@@ -237,8 +237,8 @@ class End:
         self._release()  # SYNC BELL: pairs with park
         wanted = words[self._peer_waits]
         if wanted and wanted != self._rung and position >= wanted:
-            self._rung = wanted
             self._peer_bell.ring()
+            self._rung = wanted  # only now: a signal handler that raises before the ring must not cost the wake-up
 
     def park(self, wanted: int) -> bool:
         """Announce sleep until the peer's position is ``wanted`` (> 0). Return False if it is, or the peer closed."""

@@ -17,6 +17,7 @@ import os
 import select
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -135,8 +136,10 @@ class Pump:
         When it returns, the pump does not touch the ring any more: the ring may be closed. The other node's pump
         reports the link as lost, unless it has closed it, too. Does nothing after ``stop``, which closed it.
         """
-        with suppress(PumpStopped):
+        try:
             self._call(lambda: self._close(link_id))
+        except PumpStopped:
+            self._thread.join()  # it may be closing its links now
 
     def statistics(self) -> dict[int, LinkStatistics]:
         """Return what each link has moved. Raises PumpStopped."""
@@ -180,6 +183,7 @@ class Pump:
             while not self._stopping:
                 self._turn()
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold views of the rings' memory
             self._cause = error
             raise
         finally:
@@ -268,6 +272,7 @@ class Pump:
         try:
             link.open(channel)
         except OSError:  # the other side has given this connection up, and makes another one
+            link.state = "opening"
             self._poller.forget(channel.fileno())
             channel.reset()
             return

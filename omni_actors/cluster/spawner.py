@@ -186,6 +186,7 @@ class ClusterSpawner:
                 on_close=lambda: None,
             )
         if self._pump.has_failed:  # its links are reported as lost
+            self._pump.stop()  # later, only its successor is asked to close their rings' ends
             self._pump = self._make_pump()
         here = None if sender is not None and receiver is not None else Ring.create(capacity, generation=generation)
         agents: dict[EndName, RemoteAgent] = {}

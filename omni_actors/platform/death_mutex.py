@@ -14,16 +14,17 @@ Rules
 4. Nothing depends on it: the death of a worker without such a thread, or whose page is damaged, is seen by its pidfd.
    (A damaged page costs a thread that never ends.)
 5. The waiting thread wakes trio's thread by a write that stays blocked. If the write returned, both threads would
-   compete for the interpreter's lock, and the kernel could schedule the loser only after the teardown.
+   compete for the interpreter's lock, and the kernel could schedule the loser only after the teardown. ``close`` ends
+   the write by a shutdown: a forked child may still have the other end, so closing that would not end it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import signal
+import socket
 import threading
 from contextlib import ExitStack, suppress
 
@@ -32,6 +33,8 @@ from ringbuf import create_memory  # allocated at once: a lack of memory is an O
 SHARED = ROBUST = 1
 MUTEX, HELD, SIZE = 0, 128, 4096
 """Offsets in the shared page: the mutex, and the semaphore that is posted once the mutex is held. The page's size."""
+MORE_THAN_FITS = 1 << 16
+"""Bytes that block the thread which writes them: the socket's buffer, of twice SIZE, does not hold them."""
 EXIT_CODE = 52 - 3
 """Index of the wait status in /proc/PID/stat, counted after the process name."""
 JOIN_TIMEOUT_S = 1.0
@@ -80,14 +83,15 @@ class DeathMutex:
 
     def __init__(self) -> None:
         with ExitStack() as undo:
-            self.released_fd, self._wake_write = os.pipe()
-            undo.callback(os.close, self.released_fd)
-            undo.callback(os.close, self._wake_write)
+            self._reader, self._writer = socket.socketpair()
+            undo.enter_context(self._reader)
+            undo.enter_context(self._writer)
             self.fd = create_memory(SIZE)
             undo.callback(os.close, self.fd)
             self._page = _Page(self.fd)
             undo.pop_all()
-        self._pipe_bytes = fcntl.fcntl(self._wake_write, fcntl.F_SETPIPE_SZ, SIZE)
+        self.released_fd = self._reader.fileno()
+        self._writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SIZE)
         attributes = ctypes.create_string_buffer(64)
         _check(_libc.pthread_mutexattr_init(attributes))
         _check(_libc.pthread_mutexattr_setpshared(attributes, SHARED))
@@ -104,7 +108,7 @@ class DeathMutex:
             _libc.sem_wait(self._page.at(HELD))
             _libc.pthread_mutex_lock(self._page.at(MUTEX))
             with suppress(BrokenPipeError):
-                os.write(self._wake_write, bytes(self._pipe_bytes + 1))
+                self._writer.sendall(bytes(MORE_THAN_FITS))
 
         thread = threading.Thread(target=wait, name="death_mutex", daemon=True)
         with suppress(RuntimeError):  # can't start new thread
@@ -113,12 +117,13 @@ class DeathMutex:
 
     def close(self) -> None:
         """Free everything. Called once the worker is dead or was never started, when no task waits for the mutex."""
-        os.close(self.released_fd)
+        self._reader.shutdown(socket.SHUT_RDWR)
+        self._reader.close()
         if self._thread is not None:
             _libc.sem_post(self._page.at(HELD))  # it may have died before it held the mutex
             self._thread.join(JOIN_TIMEOUT_S)
         if self._thread is None or not self._thread.is_alive():
-            os.close(self._wake_write)
+            self._writer.close()
             self._page.close()
         os.close(self.fd)
 

@@ -180,6 +180,23 @@ def test_claiming_wakes_a_producer_that_sleeps(ring: Ring) -> None:
     assert rung(producer)
 
 
+def test_a_signal_handler_that_raises_before_the_bell_is_rung_costs_no_wake_up(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    assert consumer.park()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(producer._end._peer_bell, "ring", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            producer.send(b"first")
+    producer.send(b"second")
+    assert rung(consumer)
+
+
 def test_a_fence_that_a_signal_handler_interrupted_blocks_no_end(ring: Ring) -> None:
     """It may raise between any two calls, KeyboardInterrupt for one."""
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
