@@ -23,7 +23,7 @@ from omni_actors.serve.pipelines import Pipelines
 from omni_actors.serve.settings import ServerSettings
 from omni_actors.supervisor.process import LocalSpawner, Worker
 from omni_actors.system import OmniSystem
-from tests.support.echo_systems import ask, one_stage, pid_of, read, wait_for
+from tests.support.echo_systems import ask, one_stage, pid_of, read, until, wait_for
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 
 STEP_S = 5.0
@@ -96,7 +96,8 @@ async def wait_generations(omni: OmniSystem, **expected: int) -> None:
 
 @with_shared_system
 async def test_a_stopped_worker_is_killed_and_replaced(omni: OmniSystem) -> None:
-    before = generations(omni)["only"]
+    before, worker = generations(omni)["only"], omni._supervisor.replicas[Address("only", 0)].incarnation
+    await until(lambda: worker.pong.is_set())  # a ping that waits already would shorten the time
     os.kill(pid_of(omni, "only"), signal.SIGSTOP)
     stopped = time.monotonic()
     await wait_for(omni, lambda: generations(omni)["only"] == before + 1)
