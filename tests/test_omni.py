@@ -17,6 +17,7 @@ from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import InvalidRequest
 from omni_actors.outputs import Output
 from tests.support.closeness import assert_same_sound
+from tests.support.echo_systems import generation_of, pid_of, wait_restarted
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
 from tests.support.spoken_answers import SPOKEN, STORY, read, sound_of, text_of
 from tiny_models import qwen3 as tiny
@@ -149,17 +150,21 @@ def test_a_killed_stage_changes_nothing_for_the_client(shared_system: SharedSyst
     async def work(omni: OmniSystem) -> None:
         expected = await read(omni.generate(STORY, **params))
 
-        def kill() -> None:
-            for stage in killed:
-                [replica] = omni.health().stages[stage]
-                assert replica.pid is not None
-                os.kill(replica.pid, signal.SIGKILL)
+        replays = 0
+        while not replays:  # the stages may have finished before their deaths
+            before = {stage: generation_of(omni, stage) for stage in killed}
 
-        outputs = await read(omni.generate(STORY, **params), kill, behind=1)
-        assert text_of(outputs) == text_of(expected)
-        assert_same_sound(sound_of(outputs), sound_of(expected))
-        assert outputs[-1].metrics is not None
-        assert outputs[-1].metrics.replays >= 1
+            def kill() -> None:
+                for stage in killed:
+                    os.kill(pid_of(omni, stage), signal.SIGKILL)
+
+            outputs = await read(omni.generate(STORY, **params), kill, behind=1)
+            assert text_of(outputs) == text_of(expected)
+            assert_same_sound(sound_of(outputs), sound_of(expected))
+            assert outputs[-1].metrics is not None
+            replays = outputs[-1].metrics.replays
+            for stage, generation in before.items():  # the answer may end before the deaths are noticed
+                await wait_restarted(omni, stage, generation + 1)
 
     shared_system.run(work)
 
@@ -170,19 +175,21 @@ async def test_a_thinker_killed_in_mid_answer_goes_on_behind_its_last_token(omni
     expected = await read(omni.generate(STORY, **params))
     pieces = sum(isinstance(out.delta, str) for out in expected)
     for at in (1, pieces // 3):
-        outputs, texts = [], 0
-        async for out in omni.generate(STORY, **params):
-            outputs.append(out)
-            texts += isinstance(out.delta, str)
-            if texts == at and isinstance(out.delta, str):
-                [replica] = omni.health().stages["thinker"]
-                assert replica.pid is not None
-                os.kill(replica.pid, signal.SIGKILL)
-        assert text_of(outputs) == text_of(expected)
-        assert_same_sound(sound_of(outputs), sound_of(expected))
-        metrics = outputs[-1].metrics
-        assert metrics is not None
-        assert metrics.replays == 1
+        replays = 0
+        while not replays:  # the thinker may have finished before its death
+            outputs, texts, before = [], 0, generation_of(omni, "thinker")
+            async for out in omni.generate(STORY, **params):
+                outputs.append(out)
+                texts += isinstance(out.delta, str)
+                if texts == at and isinstance(out.delta, str):
+                    os.kill(pid_of(omni, "thinker"), signal.SIGKILL)
+            assert text_of(outputs) == text_of(expected)
+            assert_same_sound(sound_of(outputs), sound_of(expected))
+            metrics = outputs[-1].metrics
+            assert metrics is not None
+            replays = metrics.replays
+            await wait_restarted(omni, "thinker", before + 1)  # the answer may end before the death is noticed
+        assert replays == 1
 
 
 @with_shared_system
