@@ -242,8 +242,10 @@ def leaves_nothing_behind(fixture_processes: set[int]) -> Iterator[None]:
     while shm and time.monotonic() < deadline:
         time.sleep(0.01)  # tests in the other process use libraries that name their semaphores for a moment
         shm &= shm_entries()
-    left_in_shm = shm - used_by_others(shm) if shm else shm
-    assert not left_in_shm, f"/dev/shm entries left behind: {sorted(left_in_shm)}"
+    if shm:
+        shm -= used_by_others(shm)
+        shm &= shm_entries()  # another program may have removed one just before its use was looked for
+    assert not shm, f"/dev/shm entries left behind: {sorted(shm)}"
 
 
 def _describe(process: psutil.Process) -> str:
