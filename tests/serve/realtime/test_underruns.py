@@ -10,8 +10,8 @@ from tests.support.realtime import session
 
 @pytest.mark.slow
 def test_a_slow_answer_has_underruns(start: Start) -> None:
-    """A word lasts 0.1 s, and each of the three takes 0.7 s."""
-    with start("-s", "stages.mouth.options.step_s=0.7") as server, session(server) as talk:
+    """A word lasts 0.1 s, and each of the three takes 4 s, so that two come apart although the server stands still."""
+    with start("-s", "stages.mouth.options.step_s=4") as server, session(server) as talk:
         talk.ask("word")
         talk.send("response.create")
         talk.until("response.output_audio.delta")
