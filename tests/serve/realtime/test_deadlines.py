@@ -85,10 +85,16 @@ async def answer(tmp_path: Path, text: str, **settings: Any) -> dict[str, Any]:
         return await respond(omni, text)
 
 
-async def test_speech_may_last_longer_than_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_speech_may_last_longer_than_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
     """It lasts 8 s, of which 2 s leave at once, and 0.2 s wait to leave. No single wait for a worker is that long."""
     monkeypatch.setattr(response_module, "QUEUED_CHUNKS", 2)
-    done = await answer(tmp_path, "word " * 80, limits="{deadline_s: 5.0}")
+    spawner = SimulatedSpawner(lambda address, pid: WorkerBehavior(turn_s=0.02), lambda line: None)
+    async with OmniSystem.open(speaker(tmp_path, limits="{deadline_s: 5.0}", step_s=0.0), spawner=spawner) as omni:
+        began = trio.current_time()
+        done = await respond(omni, "word " * 80)
+        assert trio.current_time() - began > 5.0
     assert done["status"] == "completed", done["status_details"]
 
 
