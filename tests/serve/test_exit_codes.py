@@ -89,7 +89,8 @@ def test_stages_that_do_not_load_in_time_are_1(start: Start) -> None:
 
 def test_a_stage_that_fails_after_the_signal_is_0(start: Start) -> None:
     """The server was asked to end, and it has drained."""
-    with start("--exit-on-failed-stage", *NO_RESTART, *ENDLESS, config=MIND) as server, server.openai() as client:
+    options = ("--exit-on-failed-stage", *NO_RESTART, *ENDLESS, "--drain-s", "60")
+    with start(*options, config=MIND) as server, server.openai() as client:
         stream = client.chat.completions.create(
             model="studio", messages=[{"role": "user", "content": "hi"}], stream=True
         )
