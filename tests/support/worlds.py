@@ -12,6 +12,7 @@ Rules
    test that gives a system a spawner or a cluster itself has that one.
 2. A worker of another world has the variables of the environment that tests have set, as a child would.
 3. That each worker has an agent as its parent is checked as it starts.
+4. No node is lost because a process of a busy machine stands still: its lease is long.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ import pytest
 from omni_actors.cluster.spawner import ClusterSpawner
 from omni_actors.config import Pipeline
 from omni_actors.protocol.messages import Address
+from omni_actors.stress import nodes
 from omni_actors.stress.nodes import AGENTS, open_nodes
 from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, Spawner, Worker
 from omni_actors.system import omni_system
 from tests.cluster.ray_cluster import ray_cluster
+
+LEASE_S = 20.0
+"""Rule 4."""
 
 
 class WorldSpawner:
@@ -76,6 +81,7 @@ def in_world(name: str) -> Iterator[None]:
     with ray_cluster("n1", "n2") if name == "ray" else nullcontext() as started, pytest.MonkeyPatch.context() as patch:
         before = dict(os.environ)
         where = AGENTS if started is None else started.address
+        patch.setattr(nodes, "LEASE_S", LEASE_S)
         patch.setattr(omni_system, "_spawner", _spawner_of(where, before))
         yield
 
