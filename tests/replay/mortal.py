@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -106,6 +106,15 @@ def ask(
         for n in range(PIECES)
     ]
     return omni.submit({"script": pieces}, arguments.pop("modalities", ("text", "audio")), **arguments)
+
+
+async def held_back(pieces: list[Input], at: int, arrived: trio.Event) -> AsyncIterator[Input]:
+    """Yield pieces, those from number ``at`` on after the event: no worker that dies at one of them dies before it."""
+    for piece in pieces[:at]:
+        yield piece
+    await arrived.wait()
+    for piece in pieces[at:]:
+        yield piece
 
 
 async def read_and_kill(omni: OmniSystem, generation: Generation, *stages: str) -> list[Output]:

@@ -8,7 +8,18 @@ import trio
 from omni_actors.errors import InvalidRequest, StageCrashed, StageUnavailable
 from omni_actors.orchestrator.pieces import Input
 from omni_actors.system import OmniSystem
-from tests.replay.mortal import OF_A_PIECE, PIECES, WATCHDOG_S, all_ready, ask, check_exact, dies, generations, pipeline
+from tests.replay.mortal import (
+    OF_A_PIECE,
+    PIECES,
+    WATCHDOG_S,
+    all_ready,
+    ask,
+    check_exact,
+    dies,
+    generations,
+    held_back,
+    pipeline,
+)
 from tests.support.echo_systems import read
 from tests.support.shared_system import with_shared_system
 
@@ -63,10 +74,12 @@ async def test_outputs_of_a_replay_that_differs_are_never_spliced(omni: OmniSyst
     for stage in ("second", "third"):
         at, *death = dies(2, stage, "after")
         pieces = [Input({"n": n, "fickle": True, "dies": [death] if n == at else []}) for n in range(PIECES)]
-        pids = set()
+        pids, arrived = set(), trio.Event()
+        script = held_back(pieces, at, arrived)  # a death loses what has not yet left its node
         with pytest.raises(StageCrashed, match="differs between the original and the replay"):  # noqa: PT012
             with trio.fail_after(WATCHDOG_S):
-                async for output in omni.submit({"script": pieces}, ["audio"]):
+                async for output in omni.submit({"script": script}, ["audio"]):
+                    arrived.set()
                     pids.add(output.data["pid"])
         assert len(pids) == 1
         await all_ready(omni)
