@@ -79,6 +79,9 @@ async def test_an_agent_whose_nixl_starts_late_keeps_its_lease_and_says_what_fai
 ) -> None:
     """The package takes longer than a lease until it fails. The parent needs none here."""
     monkeypatch.setattr(spawner, "Transfers", lambda: None)
+    # The agent waits for its NIXL process, however long that takes.
+    patient = "from omni_actors.cluster import transfers; transfers.START_S = 60.0"
+    (tmp_path / "sitecustomize.py").write_text(patient)
     late = f"import time; time.sleep({1.25 * LEASE_S}); raise ImportError('libcudart.so is missing')"
     (tmp_path / f"{PACKAGE}.py").write_text(late)
     agents = SubprocessAgents({"a": ["env", f"PYTHONPATH={tmp_path}:{Path(__file__).parents[2]}"]})
