@@ -15,6 +15,7 @@ from omni_actors.system import OmniSystem
 from tests.replay.mortal import FAN_OUT, PIECES, STAGES, ask, check_exact, dies, generations, pipeline, wait_restarted
 from tests.support.echo_systems import read
 from tests.support.shared_system import SharedSystem, open_shared_system, with_shared_system
+from tests.support.worlds import wait_for_clocks
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,7 @@ def test_a_stage_begins_when_its_input_is_complete(
 
     async def work(omni: OmniSystem) -> None:
         await read(ask(omni))  # an engine's first step takes longer than those to come
+        await wait_for_clocks(omni, margin_s)
         generation = ask(omni, data={"held": str(held)})
         outputs = [await anext(generation) for _ in range(PIECES * FAN_OUT - 1)]
         await trio.Path(held).write_bytes(b"")

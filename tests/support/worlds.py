@@ -17,6 +17,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
@@ -24,16 +25,18 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 import psutil
 import pytest
 
+from omni_actors.cluster.remote_agent import RemoteAgent
 from omni_actors.cluster.spawner import ClusterSpawner
 from omni_actors.config import Pipeline
 from omni_actors.protocol.messages import Address
 from omni_actors.stress import nodes
 from omni_actors.stress.nodes import AGENTS, open_nodes
 from omni_actors.supervisor.process import NO_VARIABLES, EdgeRing, Spawner, Worker
-from omni_actors.system import omni_system
+from omni_actors.system import OmniSystem, omni_system
 from tests.cluster.ray_cluster import ray_cluster
+from tests.support.echo_systems import until
 
-LEASE_S = 20.0
+LEASE_S = 12.0
 """Rule 4."""
 
 
@@ -42,6 +45,10 @@ class WorldSpawner:
 
     def __init__(self, spawner: ClusterSpawner, before: Mapping[str, str]) -> None:
         self._spawner, self._before = spawner, before
+
+    @property
+    def agents(self) -> Mapping[str, RemoteAgent]:
+        return self._spawner.agents
 
     async def wait_place(self, address: Address, on_waiting: Callable[[str], None]) -> tuple[str, ...] | None:
         return await self._spawner.wait_place(address, on_waiting)
@@ -65,7 +72,7 @@ class WorldSpawner:
             except psutil.NoSuchProcess:  # it has died already
                 pass
             else:
-                assert parent in {agent.pid for agent in self._spawner.agents.values()}, "a worker without an agent"
+                assert parent in {agent.pid for agent in self.agents.values()}, "a worker without an agent"
             yield worker
 
     def release(self, address: Address) -> None:
@@ -73,6 +80,14 @@ class WorldSpawner:
 
     def create_ring(self, producer: Address, consumer: Address, capacity: int, generation: int) -> EdgeRing:
         return self._spawner.create_ring(producer, consumer, capacity, generation)
+
+
+async def wait_for_clocks(omni: OmniSystem, within_s: float) -> None:
+    """Wait until the clock of each node is known to ``within_s``. The nodes have one clock in truth."""
+    spawner = omni._supervisor._spawner
+    if isinstance(spawner, WorldSpawner):
+        agents = spawner.agents.values()
+        await until(lambda: all(min(each._behind, default=math.inf) < within_s for each in agents))
 
 
 @contextmanager
