@@ -90,8 +90,7 @@ class Arguments:
         if images:
             self._need("image", "image")
             arguments["image"] = images[0] if len(images) == 1 else list(images)
-        if params.size is not None:
-            arguments |= self._size(params.size)
+        arguments |= self._size(params.size)
         if params.steps is not None:
             self._bounded("steps", params.steps, self._options.max_steps)
             arguments[self._need("num_inference_steps", "steps")] = params.steps
@@ -121,7 +120,11 @@ class Arguments:
             message = f"guidance: {self._name} uses a negative prompt with a guidance above 1 only"
             raise InvalidRequest(message, param="guidance")
 
-    def _size(self, size: str) -> dict[str, int]:
+    def _size(self, size: str | None) -> dict[str, int]:
+        """A call with ``max_area`` scales width and height to so many pixels: to the ones that were asked for."""
+        area = self._taken.get("max_area")
+        if size is None:
+            return {} if area is None else {"max_area": min(area.default, self._options.max_pixels)}
         width, height = width_and_height(size)
         self._need("height", "size")
         self._need("width", "size")
@@ -129,7 +132,8 @@ class Arguments:
         if width % self._multiple or height % self._multiple:
             message = f"size: {size}: width and height must be multiples of {self._multiple}"
             raise InvalidRequest(message, param="size")
-        return {"width": width, "height": height}
+        scaled = {} if area is None else {"max_area": width * height}
+        return {"width": width, "height": height, **scaled}
 
     def _checked(self, name: str, value: Any) -> Any:
         """Return a value of ``pipeline_kwargs``. Raises InvalidRequest."""

@@ -75,6 +75,15 @@ def test_a_number_of_pixels_is_the_size(pipeline: str, name: str) -> None:
         assert refused.value.param == "pipeline_kwargs"
 
 
+@pytest.mark.parametrize("pipeline", ["FluxKontextPipeline", "FluxKontextInpaintPipeline"])
+def test_an_area_to_which_a_call_scales_is_that_of_the_size(pipeline: str) -> None:
+    """Without a size it is the call's own, or ``max_pixels`` if that is less."""
+    for size, limit, area in (("64x32", 2048**2, 2048), (None, 2048**2, 1024**2), (None, 512**2, 512**2)):
+        making = Arguments(object.__new__(getattr(diffusers, pipeline)), DiffusersOptions(max_pixels=limit))
+        assert making.make(DiffusersParams(size=size), "a cat", [])["max_area"] == area
+    assert "max_area" not in arguments_of("FluxPipeline").make(DiffusersParams(size="64x32"), "a cat", [])
+
+
 @pytest.mark.parametrize(
     ("pipeline", "name"),
     [
@@ -96,6 +105,7 @@ def test_what_has_no_bounds_is_refused(pipeline: str, name: str) -> None:
 
 def test_booleans_and_texts_of_prompts_need_no_bounds_of_numbers() -> None:
     assert made("PixArtAlphaPipeline", "use_resolution_binning", False) is False
+    assert made("FluxKontextPipeline", "_auto_resize", False) is False
     assert made("FluxPipeline", "prompt_2", "a dog") == "a dog"
 
 
