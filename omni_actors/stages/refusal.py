@@ -53,19 +53,24 @@ def beyond_context(message: str, param: str = "messages") -> InvalidRequest:
     return InvalidRequest(message, param=param, code="context_length_exceeded")
 
 
+def ends_worker(error: Exception) -> bool:
+    """Return whether an exception of one request's work is one of rule 4."""
+    return isinstance(error, MemoryError) or type(error).__name__ in _FATAL or _NO_MEMORY in str(error)
+
+
 @contextmanager
 def request_work(param: str | None = None) -> Iterator[None]:
     """Turn any exception of one request's own work into ``InvalidRequest``, and print its traceback on stderr.
 
     param: the field of the request that the work reads, if it is known.
-    MemoryError and the exceptions of rule 4 pass through.
+    The exceptions of rule 4 pass through.
     """
     try:
         yield
     except REFUSALS:
         raise
     except Exception as error:
-        if isinstance(error, MemoryError) or type(error).__name__ in _FATAL or _NO_MEMORY in str(error):
+        if ends_worker(error):
             raise
         traceback.print_exception(error)
         traceback.clear_frames(error.__traceback__)  # local variables may be views of a chunk, which must be released

@@ -25,7 +25,7 @@ from omni_actors.stages.diffusion.options import follows
 class Step(NamedTuple):
     """A denoising step that was done.
 
-    step: its number, from 1. shown: whether a preview or progress is due. preview: None also if the pipeline has no
+    step: its number, from 1. shown: whether a preview or progress is due. preview: None also if the call has no
     previews, or the client has it.
     """
 
@@ -81,6 +81,7 @@ class PipelineCall:
     ) -> None:
         self._runner, self._arguments, self._params = runner, arguments, params
         self._step_seen = step_seen
+        self._has_previews = runner.previews.possible
         self._seed = params.seed or 0  # the system draws one for a request that names none
         device = runner.pipeline.device
         self._cuda = [device] if device.type == "cuda" else []
@@ -109,8 +110,9 @@ class PipelineCall:
         def after_step(_: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             total = getattr(pipeline, "num_timesteps", None) or len(pipeline.scheduler.timesteps)
             due, preview = follows(params.previews, index + 1) and index + 1 < total, None
-            if due and index + 1 > self._step_seen and self._runner.previews.possible:
-                preview = self._runner.previews.decode(pipeline, tensors["latents"], self._arguments)
+            if due and index + 1 > self._step_seen and self._has_previews:
+                preview = self._runner.previews.try_decode(pipeline, tensors["latents"], self._arguments)
+                self._has_previews = preview is not None
             shown = due or (follows(params.progress, index + 1) and index + 1 < total)
             hand_over(Step(index + 1, total, shown, preview))
             return {}

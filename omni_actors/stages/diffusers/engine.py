@@ -5,6 +5,7 @@ Input, from the client: messages (the text of the user's last one is the prompt)
 Output: for each preview and for the picture one chunk, ``tensors["image"]``, uint8 (height, width, 3), with ``step``,
 ``total`` and ``final`` (false for a preview). A video is one such chunk for each ``frame`` of ``frames``, all final.
 Where the form of the latents is not known, or a safety checker has to see a picture first, previews have no tensor.
+A preview that fails to decode leaves its call without previews, and fails no request.
 
 Rules
 1. A step of the engine is one denoising step of one request; the first one also encodes the prompt, and the one behind

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.refusal import ends_worker
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 PACKED = ["latents", "height", "width", "vae_scale_factor"]
@@ -41,7 +44,12 @@ class Pictures(Sequence[Pixels]):
 
 
 class Previews:
-    """Decodes the latents of a step with the pipeline's VAE, as the pipeline decodes those of the last one."""
+    """Decodes the latents of a step with the pipeline's VAE, as the pipeline decodes those of the last one.
+
+    Rules
+    1. Where a safety checker would be passed by, or the form of the latents is known to be another, there are none.
+    2. The form may prove to be another one when a picture is decoded. That costs the request its previews only.
+    """
 
     def __init__(self, pipeline: Any) -> None:
         self._unpack = getattr(pipeline, "_unpack_latents", None)
@@ -50,7 +58,26 @@ class Previews:
         self._channels = _setting(vae, "z_dim") or _setting(vae, "latent_channels")
         shows_all = getattr(pipeline, "safety_checker", None) is None
         self.possible = self._channels is not None and shows_all and (self._unpack is None or is_packed)
-        """Whether the pipeline's latents are of a known form, and no safety checker would be passed by."""
+        """Whether rule 1 allows them."""
+        self._has_failed = False
+        """Whether rule 2 has applied, which is printed once."""
+
+    def try_decode(self, pipeline: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> Pixels | None:
+        """Return what ``decode`` returns, or None if it fails for another reason than the worker's own state.
+
+        Raises MemoryError and the like (``refusal.ends_worker``).
+        """
+        try:
+            return self.decode(pipeline, latents, arguments)
+        except Exception as error:
+            if ends_worker(error):
+                raise
+            if not self._has_failed:
+                traceback.print_exception(error)
+                name, shape = type(pipeline).__name__, tuple(latents.shape)
+                print(f"{name}: latents {shape} have no preview; their requests go on", file=sys.stderr, flush=True)
+            self._has_failed = True
+            return None
 
     def decode(self, pipeline: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> Pixels:
         """Return the picture of ``latents``, (1, …); of a video the first frame. arguments: of the pipeline's call.
@@ -60,6 +87,8 @@ class Previews:
         vae = pipeline.vae
         if self._unpack is not None:
             side = getattr(pipeline, "default_sample_size", 0) * pipeline.vae_scale_factor
+            if "max_area" in arguments:
+                side = round(arguments["max_area"] ** 0.5)  # to which the call scales its square
             height, width = (arguments.get(name) or side for name in ("height", "width"))
             latents = self._unpack(latents, height, width, pipeline.vae_scale_factor)
         if latents.shape[1] != self._channels:
