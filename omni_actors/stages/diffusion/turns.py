@@ -3,13 +3,15 @@
 Rules
 1. A request has one row of the step's batch, or two with a companion. A batch has room for ``max_batch`` rows, and for
    one request at least.
-2. Some requests are *active*: those that have begun, then others by priority and arrival, as long as their rows are
-   fewer than twice ``max_batch``, and the first two whatever rows they have. The others wait until active ones end.
+2. Some requests are *active*: those that have begun, then those that a step has left out, then others by priority and
+   arrival, as long as their rows are fewer than twice ``max_batch``, and the first two whatever rows they have. So an
+   active request remains active, and the others wait until active ones end.
 3. Of the active requests, those that were left out of two steps come first. Then come those that have begun, the ones
    with the fewest steps left first, and then the others. A request that does not fit is left out; a smaller one behind
    it may fit.
 4. So an active request is never left out of more than two steps in a row: the rows that a step leaves out are at most
-   ``max_batch``, and the next steps have room for them.
+   ``max_batch``, and the next steps have room for them. This is not so where paused requests go on: those that took
+   their places are active too.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 PATIENCE = 2
-"""The most steps in a row that may leave out an active request."""
+"""The most steps in a row that may leave out an active request (rule 4)."""
 
 
 class Candidate(NamedTuple):
@@ -40,9 +42,13 @@ class Turn(NamedTuple):
 
 def turn(candidates: Sequence[Candidate], max_batch: int) -> Turn:
     """Return the requests of the next step. candidates: in the order of their arrival."""
-    waiting_order = sorted(range(len(candidates)), key=lambda n: (not candidates[n].has_begun, candidates[n].priority))
+
+    def activity(n: int) -> tuple[bool, bool, int]:
+        each = candidates[n]
+        return not each.has_begun, not each.left_out, each.priority
+
     active, rows = list[int](), 0
-    for n in waiting_order:
+    for n in sorted(range(len(candidates)), key=activity):
         rows += candidates[n].rows
         if rows >= 2 * max_batch and len(active) >= 2:
             break

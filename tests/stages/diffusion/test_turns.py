@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from omni_actors.stages.diffusion.turns import PATIENCE, Candidate, turn
 
@@ -54,3 +56,48 @@ def test_no_active_request_is_left_out_of_more_than_two_steps(max_batch: int) ->
         for n in running:
             requests[n] = requests[n]._replace(left_out=0, has_begun=True, steps_left=requests[n].steps_left - 1)
         requests = [each for each in requests if each.steps_left]
+
+
+ARRIVALS = st.lists(
+    st.lists(
+        st.builds(
+            candidate,
+            st.sampled_from((1, 2)),
+            st.just(NEW),
+            left=st.sampled_from((1, 2, 4, 30)),
+            priority=st.integers(-1, 1),
+        ),
+        max_size=3,
+    ),
+    max_size=40,
+)
+"""The requests that arrive before each step."""
+
+
+@given(st.integers(1, 5), ARRIVALS)
+@example(
+    1,  # the second request is overdue when one with a better priority arrives
+    [
+        [candidate(2, NEW), candidate(2, NEW, left=4, priority=1)],
+        [],
+        [candidate(1, NEW, left=4, priority=-1)],
+        [],
+        [],
+    ],
+)
+def test_a_later_request_with_a_better_priority_takes_no_active_ones_place(
+    max_batch: int, arrivals: list[list[Candidate]]
+) -> None:
+    requests: list[Candidate] = []
+    active: set[int] = set()
+    for arriving in arrivals:
+        requests += arriving
+        going_on = [n for n, each in enumerate(requests) if each.steps_left]
+        running, left_out = ({going_on[n] for n in part} for part in turn([requests[n] for n in going_on], max_batch))
+        assert active <= running | left_out, "an active request remains active"
+        for n in left_out:
+            requests[n] = requests[n]._replace(left_out=requests[n].left_out + 1)
+            assert requests[n].left_out <= PATIENCE
+        for n in running:
+            requests[n] = requests[n]._replace(left_out=0, has_begun=True, steps_left=requests[n].steps_left - 1)
+        active = {n for n in running | left_out if requests[n].steps_left}
