@@ -9,6 +9,8 @@ given. It is one segment, with the times that it was asked for. It knows no lang
 ``REFUSED_S``.
 Eye: writes what reaches it, a JSON object a line: the request's parameters, each file's digest, the conversation. It
 refuses an image that is "unsightly".
+HeldEye, HeldEar: keep their last piece until the file of the option "until" is there. HeldPainter keeps its picture.
+The file of the option "waits" says that they have all of a request and wait.
 Inside: writes the arguments, the environment and the ``sitecustomize`` module of its process, as JSON.
 """
 
@@ -30,6 +32,7 @@ import numpy as np
 from omni_actors.stages.base import Chunk, InvalidRequest, StageContext, StageOutput, StageRequest, TemporarilyRefused
 from omni_actors.stages.engine import PausableEngine
 from omni_actors.stages.sources import OpenSources
+from tests.support.painting_engine import PaintingEngine
 
 RATE = 16000
 WORD_S = 0.1
@@ -70,11 +73,14 @@ class _Engine(PausableEngine[_Work]):
     def step(self) -> Iterator[StageOutput]:
         time.sleep(self._step_s)
         for request_id, work in list(self._requests.items()):
-            if work.ready:
+            if work.ready and not self._is_held(work):
                 tensors, data = work.pieces.popleft() if work.pieces else ({}, {})
                 if last := work.is_over:
                     del self._requests[request_id]
                 yield StageOutput(request_id, tensors, data, last)
+
+    def _is_held(self, work: _Work) -> bool:
+        return False
 
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         raise NotImplementedError
@@ -162,6 +168,42 @@ class Strict(Eye):
         if any(one == other for one, other in pairwise(roles)):
             raise InvalidRequest("the chat template refuses the conversation", param="messages")
         return super()._pieces(chunk)
+
+
+class _Held(_Engine):
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self._until, self._waits = Path(context.options["until"]), Path(context.options["waits"])
+
+    def _is_held(self, work: _Work) -> bool:
+        if len(work.pieces) > 1 or self._until.exists():
+            return False
+        if not work.open:
+            self._waits.touch()
+        return True
+
+
+class HeldEye(_Held, Eye):
+    """``Eye``, held."""
+
+
+class HeldEar(_Held, Ear):
+    """``Ear``, held."""
+
+
+class HeldPainter(PaintingEngine):
+    """``PaintingEngine``, held."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._until, self._waits = Path(context.options.pop("until")), Path(context.options.pop("waits"))
+        super().__init__(context)
+
+    def step(self) -> Iterator[StageOutput]:
+        if self._until.exists():
+            yield from super().step()
+        else:
+            self._waits.touch()
+            time.sleep(0.01)
 
 
 class Inside(_Engine):

@@ -42,14 +42,19 @@ from omni_actors.system import OmniSystem
 
 async def chat(request: Request) -> Response:
     """Answer a conversation, as one JSON object or as server-sent events."""
-    system, body, params = open_body(request, await read_json(request), schemas.ChatRequest)
-    places = [f"messages[{at}]" for at in range(len(body.messages))]
-    completion, generations = await begin(request, system, body, params, places, "chatcmpl-")
+    completion, generations = await _read(request)
     with renaming(completion.names):
         if completion.is_streamed:
             return await responses.StreamedResponse(generations, events(completion, generations)).start()
         with responses.collecting(generations):
             return responses.WholeResponse(generations, await whole_response(completion, generations))
+
+
+async def _read(request: Request) -> tuple[ChatCompletion, Generations]:
+    """Read a request, and begin the generations of its answer (rule 1). Raises HTTPError."""
+    system, body, params = open_body(request, await read_json(request), schemas.ChatRequest)
+    places = [f"messages[{at}]" for at in range(len(body.messages))]
+    return await begin(request, system, body, params, places, "chatcmpl-")
 
 
 async def begin(

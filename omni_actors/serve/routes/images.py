@@ -5,6 +5,7 @@ Rules
 2. The server does not decode the pictures that a client sends: the stage that opens them limits their pixels.
 3. A stream has OpenAI's events. The events of several pictures are mixed; ``index`` tells them apart. OpenAI's last
    event of a picture must have a ``usage``, which is 0: a denoiser counts no tokens.
+4. When the answer begins, nothing here refers to the pictures that a client has sent.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -57,17 +59,22 @@ async def generate(request: Request) -> Response:
     system, body, params = open_body(request, await read_json(request), ImageRequest)
     drawing = _Drawing(body, "image_generation", file_param="prompt")
     request.scope[SCOPE_KEY].release()
-    return await _answer(system, drawing, params, [])
+    return await _answer(drawing, _begin(system, drawing, params, []))
 
 
 async def edit(request: Request) -> Response:
     """Make pictures from a prompt and other pictures."""
     require_encoder()
+    return await _answer(*await _read_edit(request))
+
+
+async def _read_edit(request: Request) -> tuple[_Drawing, Generations]:
+    """Read a request, and begin the generations of its answer (rule 4). Raises HTTPError."""
     body: ImageEditForm
     if request.headers.get("content-type", "").lower().startswith("application/json"):
         system, asked, params = open_body(request, await read_json(request), ImageEditRequest)
         files, file_param = await _load(request, asked.images), "images"
-        body = asked
+        body = msgspec.structs.replace(asked, images=[])
     else:
         files, fields = await read_form(request, FILES)
         system, body, params = open_body(request, fields, ImageEditForm, strict=False)
@@ -78,7 +85,7 @@ async def edit(request: Request) -> Response:
         params["strength"] = body.strength
     drawing = _Drawing(body, "image_edit", file_param)
     request.scope[SCOPE_KEY].release()
-    return await _answer(system, drawing, params, files)
+    return drawing, _begin(system, drawing, params, files)
 
 
 async def _load(request: Request, references: Sequence[ImageReference]) -> list[bytes]:
@@ -153,8 +160,8 @@ def _preview_interval(body: ImageRequest, pipeline: Pipeline) -> int:
     return max(1, -(-steps // (body.partial_images + 1)))
 
 
-async def _answer(system: OmniSystem, drawing: _Drawing, params: Mapping[str, Any], files: Sequence[bytes]) -> Response:
-    """Begin the requests, and return their response."""
+def _begin(system: OmniSystem, drawing: _Drawing, params: Mapping[str, Any], files: Sequence[bytes]) -> Generations:
+    """Begin the requests. Raises HTTPError, and as ``generate`` does."""
     params = {**params, **drawing.parameters(system.pipeline)}
     with renaming(drawing.names):
         begun = system.generate(
@@ -165,7 +172,12 @@ async def _answer(system: OmniSystem, drawing: _Drawing, params: Mapping[str, An
             request_id=f"img-{uuid.uuid4().hex}",
             **params,
         )
-        generations = Generations(begun.members)
+        return Generations(begun.members)
+
+
+async def _answer(drawing: _Drawing, generations: Generations) -> Response:
+    """Return the response to the requests."""
+    with renaming(drawing.names):
         if drawing.body.stream:
             return await responses.StreamedResponse(generations, _events(drawing, generations)).start()
         with responses.collecting(generations):

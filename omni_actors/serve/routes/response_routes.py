@@ -52,6 +52,33 @@ async def create(request: Request) -> Response:
     """Answer a conversation of items, as one JSON object or as server-sent events."""
     store: ResponseStore = request.app.state.responses
     address = request.scope["client"][0]
+    answer, completion, generations, conversation = await _read(request)
+
+    def keep() -> bytes:
+        if conversation is not None:
+            kept = conversation.extended([answer.message()])
+            if not store.put(answer.id, answer.object(), kept, address):
+                answer.set_not_stored()
+        return answer.last_event()
+
+    def fail(error: RequestError) -> bytes:
+        return b"".join([*answer.fail(error), keep()])
+
+    pieces = _events(answer, completion, generations, store, keep)
+    with renaming(completion.names):
+        if completion.is_streamed:
+            return await responses.StreamedResponse(generations, pieces, on_late_error=fail).start()
+        with responses.collecting(generations):
+            async for _ in pieces:
+                pass
+            return responses.WholeResponse(generations, responses.JSONResponse(answer.object()))
+
+
+async def _read(request: Request) -> tuple[ResponseAnswer, ChatCompletion, Generations, Conversation | None]:
+    """Read a request, and begin the generation of its answer (rule 4). Raises HTTPError.
+
+    The last value is the conversation to store; None if the client wants none stored.
+    """
     system, body, params = open_body(request, with_types(await read_json(request)), ResponsesRequest)
     _require_possible(body)
     history = _history(request, body)
@@ -69,24 +96,7 @@ async def create(request: Request) -> Response:
         completion, generations = await chat.begin(
             request, system, asked, params, [param for param, _ in messages], STORED_PREFIX, _NAMES
         )
-    answer = ResponseAnswer(body, completion)
-
-    def keep() -> bytes:
-        if body.store and not store.put(answer.id, answer.object(), conversation.extended([answer.message()]), address):
-            answer.set_not_stored()
-        return answer.last_event()
-
-    def fail(error: RequestError) -> bytes:
-        return b"".join([*answer.fail(error), keep()])
-
-    pieces = _events(answer, completion, generations, store, keep)
-    with renaming(completion.names):
-        if body.stream:
-            return await responses.StreamedResponse(generations, pieces, on_late_error=fail).start()
-        with responses.collecting(generations):
-            async for _ in pieces:
-                pass
-            return responses.WholeResponse(generations, responses.JSONResponse(answer.object()))
+    return ResponseAnswer(body, completion), completion, generations, conversation if body.store else None
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -31,8 +30,7 @@ _NAMES = {"audio": "file", "initial_prompt": "prompt", "modalities": "model"}
 
 async def transcription(request: Request) -> Response:
     """Transcribe an audio file, as one answer or as server-sent events."""
-    files, fields = await read_form(request, FILE)
-    body, generation, transcript = await _start(request, files, fields, TranscriptionRequest, "transcribe")
+    body, generation, transcript = await _read(request, TranscriptionRequest, "transcribe")
     assert isinstance(body, TranscriptionRequest)
     with renaming(_NAMES), _refusing():
         if body.stream:
@@ -42,16 +40,19 @@ async def transcription(request: Request) -> Response:
 
 async def translation(request: Request) -> Response:
     """Translate the speech of an audio file to English text."""
-    files, fields = await read_form(request, FILE)
-    body, generation, transcript = await _start(request, files, fields, TranslationRequest, "translate")
+    body, generation, transcript = await _read(request, TranslationRequest, "translate")
     with renaming(_NAMES), _refusing():
         return await _whole(generation, transcript, body.response_format)
 
 
-async def _start(
-    request: Request, files: list[bytes], fields: dict[str, Any], schema: type[TranslationRequest], task: str
+async def _read(
+    request: Request, schema: type[TranslationRequest], task: str
 ) -> tuple[TranslationRequest, Generation, Transcript]:
-    """Return the request's fields, the generation, and its transcript, which is empty. Raises HTTPError."""
+    """Read a request, and begin its generation. Raises HTTPError.
+
+    Returns the fields of the form without the file, the generation, and its transcript, which is empty.
+    """
+    files, fields = await read_form(request, FILE)
     system, body, params = open_body(request, fields, schema, strict=False)
     timestamps = _timestamps(body)
     if not files:
