@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors import config
-from omni_actors.serve.api.form_body import MAX_FIELD_BYTES, MAX_PARTS
+from omni_actors.serve.api import form_body
+from omni_actors.serve.api.form_body import MAX_CONTENT_TYPE, MAX_FIELD_BYTES, MAX_PARTS
 from omni_actors.serve.api.json_body import SLICE_BYTES
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.routes.common import typed
@@ -46,6 +47,17 @@ def test_the_charset_of_a_form_has_no_effect() -> None:
     body = part("model", b"studio") + part("word", "é".encode()) + END
     for charset in ("utf-7", "undefined", "idna", "nothing"):
         assert take("transcription", body, f"{MULTIPART}; charset={charset}")["word"] == "é"
+
+
+def test_a_long_content_type_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing 64 KiB of it kept the event loop busy for 50 ms."""
+    body = part("model", b"studio") + END
+    assert take("transcription", body, MULTIPART + " " * (MAX_CONTENT_TYPE - len(MULTIPART)))["files"] == []
+    monkeypatch.setattr(form_body, "parse_options_header", None)
+    error = refusal("transcription", body, MULTIPART + ";" * 65_000)
+    found = f"{len(MULTIPART) + 65_000} characters; the limit is {MAX_CONTENT_TYPE}"
+    assert error["message"] == f"the multipart form cannot be read: its content type has {found}"
+    assert error["code"] == "invalid_form"
 
 
 def test_the_values_of_a_list_arrive_in_order() -> None:
