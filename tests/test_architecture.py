@@ -32,7 +32,7 @@ WORKER = {
     *("ringbuf", "ringbuf.syscalls"),
 }
 """What a worker and its supervisor may import."""
-ENGINE_DATA = {f"omni_actors.stages.{name}" for name in ("base", "registry", "assets", "memory")}
+ENGINE_DATA = {f"omni_actors.stages.{name}" for name in ("base", "bounds", "registry", "assets", "memory")}
 """What can be imported without an engine's libraries."""
 OPTIONS = "omni_actors.stages.*.options"
 """The row of every engine's options and request parameters."""

@@ -20,7 +20,8 @@ ChunkSizes = Annotated[tuple[Positive, ...], Meta(min_length=1)]
 """Frames in the first output chunk, in the second, and so on; the last number is for all further chunks."""
 
 # Request parameters, chosen by a client.
-Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
+MAX_TOKENS = 1_000_000
+Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]

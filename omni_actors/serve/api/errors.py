@@ -81,11 +81,18 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except errors.InvalidRequest as error:
-        if error.param is None or error.param not in names:
+        if (found := renamed(error, names)) is None:
             raise
-        name, renamed = error.param, names[error.param]
-        message = error.message.replace(f"{name}:", f"{renamed}:").replace(repr(name), repr(renamed))
-        raise bad_request(message, renamed, error.code) from error
+        raise found from error
+
+
+def renamed(error: errors.InvalidRequest, names: Mapping[str, str]) -> HTTPError | None:
+    """Return the error about the client's name of a parameter; None if ``names`` does not have the parameter."""
+    if error.param is None or error.param not in names:
+        return None
+    name, client_name = error.param, names[error.param]
+    message = error.message.replace(f"{name}:", f"{client_name}:").replace(repr(name), repr(client_name))
+    return bad_request(message, client_name, error.code)
 
 
 def from_validation(error: msgspec.ValidationError, schema: Any, given: Any, *, place: str = "") -> HTTPError:

@@ -19,6 +19,7 @@ from omni_actors.serve.api.audio_schemas import MAX_PROMPT_CHARACTERS
 from omni_actors.serve.api.errors import from_validation
 from omni_actors.serve.api.tools import Name
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, ItemReference, Message
+from omni_actors.stages.bounds import Tokens
 from omni_actors.turns import TurnDetection
 
 MAX_INSTRUCTIONS = 1 << 16
@@ -28,7 +29,7 @@ MAX_TRACING = 1 << 14
 Modalities = Annotated[
     list[Literal["text", "audio"]], Meta(min_length=1, max_length=1, description="['text'] or ['audio']")
 ]
-MaxTokens = Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["inf"]
+MaxTokens = Tokens | Literal["inf"]
 Instructions = Annotated[str, Meta(max_length=MAX_INSTRUCTIONS)]
 Language = Annotated[
     str, Meta(pattern="^[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8}){0,3}$", description="a code such as 'en' or 'pt-BR'")
@@ -123,7 +124,10 @@ ToolChoice: TypeAlias = Literal["none", "auto", "required"] | FunctionChoice
 
 
 class SessionConfig(_Struct, frozen=True):
-    """The configuration of a session. output_modalities: "audio" has its transcript."""
+    """The configuration of a session.
+
+    output_modalities: "audio" has its transcript. max_output_tokens: "inf" means as many as the context holds.
+    """
 
     type: Literal["realtime"]
     model: str

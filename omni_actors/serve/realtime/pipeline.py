@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import trio
 
+from omni_actors.config import Pipeline
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, OmniError
 from omni_actors.generation import Generation
 from omni_actors.outputs import AudioChunk, Output
@@ -38,6 +40,7 @@ class SessionPipeline:
         speaks: whether it makes sound.
         answers: whether it answers messages with text. Others only transcribe.
         takes_tools: whether an engine can be given tools.
+        default_tokens: the most tokens of an answer to a request that does not say how many; None: it has no limit.
         transcribes: whether a stage writes the words of recordings. Other pipelines that hear are asked for the words.
     """
 
@@ -48,6 +51,7 @@ class SessionPipeline:
         self.speaks = any(stage.emits == "audio" for stage in stages)
         is_asked = any("messages" in stage.accepts for stage in stages)
         self.answers = is_asked and any(stage.emits == "text" for stage in stages)
+        self.default_tokens = default_tokens(system.pipeline)
         self.takes_tools = takes_parameter(system.pipeline, "tools")
         self.transcribes = self.hears and any(stage.emits == "transcript" for stage in stages)
 
@@ -144,3 +148,14 @@ class SessionPipeline:
         left = max(0, limit - self.system.in_flight)
         reset_s = 0.0 if left else self.system.retry_after_s
         return [{"name": "requests", "limit": limit, "remaining": left, "reset_seconds": reset_s}]
+
+
+def default_tokens(pipeline: Pipeline) -> int | None:
+    """Return the ``max_tokens`` of the stage that writes the text, without a client's; None if it takes none."""
+    for name, stage in pipeline.stages.items():
+        declared = pipeline.spec(name).params
+        for field in msgspec.structs.fields(declared) if declared is not None and stage.emits == "text" else ():
+            if field.name == "max_tokens":
+                found: int = stage.defaults.get("max_tokens", field.default)
+                return found
+    return None

@@ -26,7 +26,7 @@ import trio
 from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.generation import Generation
 from omni_actors.outputs import AudioChunk, Output
-from omni_actors.serve.api.errors import to_http_error
+from omni_actors.serve.api.errors import renamed, to_http_error
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.realtime.chat_messages import chat_messages, join_neighbours
 from omni_actors.serve.realtime.conversation import Conversation, Entry, has_open_question
@@ -34,7 +34,7 @@ from omni_actors.serve.realtime.outbox import Outbox, error_object
 from omni_actors.serve.realtime.pacer import Pacer
 from omni_actors.serve.realtime.pipeline import SessionPipeline
 from omni_actors.serve.realtime.response_events import ResponseEvents
-from omni_actors.serve.realtime.response_settings import ResponseSettings
+from omni_actors.serve.realtime.response_settings import NAMES, ResponseSettings
 from omni_actors.serve.realtime.sound import SoundEncoder, bytes_per_s
 from omni_actors.serve.routes.chat import must_call
 from omni_actors.serve.routes.chat_answer import Calls
@@ -161,6 +161,8 @@ class Response:
             while isinstance(failure, BaseExceptionGroup):
                 failure = failure.exceptions[0]
             assert isinstance(failure, OmniError | HTTPError)
+            if isinstance(failure, InvalidRequest):
+                failure = renamed(failure, NAMES) or failure
             self._failure = failure.with_traceback(None)  # the ended request keeps the error, and not this response
 
     async def _compute(self, queue: trio.MemorySendChannel[bytes]) -> None:

@@ -10,8 +10,19 @@ from omni_actors.serve.api import schemas
 from omni_actors.serve.api.schemas import takes_parameter
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, VoiceId, to_wire
+from omni_actors.serve.realtime.pipeline import default_tokens
 from omni_actors.serve.realtime.tools import chat_tool_choice, chat_tools
 from omni_actors.serve.routes.chat import parameters_of, require_possible
+from omni_actors.stages.bounds import MAX_TOKENS
+
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "structured_outputs": "tool_choice",
+    "speaker": "audio.output.voice",
+    "speed": "audio.output.speed",
+    "lora": "model",
+}
+"""The client's name of each parameter, by the engines' name."""
 
 
 class ResponseSettings:
@@ -37,12 +48,13 @@ class ResponseSettings:
         self.speaks_apart = self.is_spoken and has_tools and "script" in accepted
         voice = config.audio.output.voice
         most = config.max_output_tokens
+        unlimited = None if default_tokens(pipeline) is None else MAX_TOKENS
         self.body = schemas.ChatRequest(
             model=config.model,
             messages=[schemas.ChatMessage("user", "")],
             modalities=["text", "audio"] if self.is_spoken else ["text"],
             audio=schemas.AudioParams(voice=voice.id if isinstance(voice, VoiceId) else voice),
-            max_completion_tokens=most if isinstance(most, int) else None,
+            max_completion_tokens=most if isinstance(most, int) else unlimited,
             tools=chat_tools(config),
             tool_choice=chat_tool_choice(config) if config.tools else None,
             parallel_tool_calls=config.parallel_tool_calls,

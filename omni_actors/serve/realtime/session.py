@@ -84,7 +84,10 @@ class Session:
         self.id = new_id("sess")
         self._pipeline = SessionPipeline(system, self.id, limits.duration_s)
         self._config = SessionConfig(
-            type="realtime", model=model, output_modalities=["audio" if self._pipeline.speaks else "text"]
+            type="realtime",
+            model=model,
+            output_modalities=["audio" if self._pipeline.speaks else "text"],
+            max_output_tokens=self._pipeline.default_tokens or "inf",
         )
         self._expires = int(time.time() + limits.duration_s)
         self._outbox = Outbox(websocket)

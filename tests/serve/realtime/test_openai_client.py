@@ -235,6 +235,27 @@ def test_a_conversation_that_is_too_long_for_the_model(writer: Server) -> None:
         assert talk.respond(max_output_tokens=4)[-1]["response"]["status"] in ("completed", "incomplete")
 
 
+def test_the_longest_answer_ends_with_the_context(writer: Server) -> None:
+    """A session begins with the pipeline's default, and "inf" asks for as much as the context of 512 tokens holds."""
+    with session(writer) as talk:
+        talk.ask("Is it warm in Rome?")
+        for asked, told in (
+            ({}, 256),
+            ({"max_output_tokens": "inf"}, "inf"),
+            ({"max_output_tokens": 1_000_000}, 10**6),
+        ):
+            done = talk.respond(**asked, conversation="none")[-1]["response"]
+            assert done["max_output_tokens"] == told
+            assert done["status_details"] == {"type": "incomplete", "reason": "max_output_tokens"}
+            assert done["usage"]["total_tokens" if asked else "output_tokens"] == (512 if asked else 256)
+        talk.send("session.update", session={"instructions": "Be brief."})
+        assert talk.receive()["session"]["max_output_tokens"] == 256
+        talk.send("session.update", session={"max_output_tokens": "inf"})
+        assert talk.receive()["session"]["max_output_tokens"] == "inf"
+        done = talk.respond(conversation="none")[-1]["response"]
+        assert (done["max_output_tokens"], done["usage"]["total_tokens"]) == ("inf", 512)
+
+
 def test_a_wrong_key_is_an_error_of_the_client(start: Start) -> None:
     with start(config="echo", api_key="sesame") as server, server.openai("open") as client:
         with pytest.raises(Exception, match="401"), client.realtime.connect(model="echo", max_retries=0):

@@ -57,6 +57,7 @@ def of_input(**fields: Any) -> dict[str, Any]:
             "expected a list of length <= 1; accepted: ['text'] or ['audio']",
         ),
         ({"max_output_tokens": "all"}, "max_output_tokens", "Invalid value 'all'; accepted: an integer, 'inf'"),
+        ({"max_output_tokens": 1_000_001}, "max_output_tokens", "expected an integer <= 1000000; accepted: an integer"),
         ({"type": "x" * 1000}, "type", f"Invalid value '{'x' * 130}"),
         ({"type": "x" * 1000}, "type", "; accepted: 'realtime'"),
     ],

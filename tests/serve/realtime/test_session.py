@@ -42,6 +42,12 @@ def names(events: list[dict[str, Any]]) -> list[str]:
     return [name for at, name in enumerate(found) if at == 0 or found[at - 1] != name]
 
 
+def test_the_error_of_a_response_has_the_name_of_the_clients_field(talk: Session) -> None:
+    talk.ask("hello")
+    error = talk.respond(**TEXT, max_output_tokens=5)[-1]["response"]["status_details"]["error"]
+    assert error["message"] == "no stage of this request takes the parameter 'max_output_tokens'"
+
+
 def test_a_written_answer(talk: Session) -> None:
     question = talk.ask("hello")
     assert question["content"] == [{"type": "input_text", "text": "hello"}]
