@@ -34,7 +34,7 @@ from omni_actors.stages.bagel.options import ContextOptions, ContextParams, guid
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.diffusion.options import width_and_height
 from omni_actors.stages.multimodal.conversation import ImagePart, TextPart, with_system_prompt
-from omni_actors.stages.multimodal.images import check_pixels, decode_image
+from omni_actors.stages.multimodal.images import check_size, decode_image
 from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
 from omni_actors.stages.multimodal.prompt import OmniPrompt, Pixels
 from omni_actors.stages.refusal import validated
@@ -161,10 +161,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
         if isinstance(content, bytes):
             content = decode_image(content, index, limit)
         height, width = content.shape[:2]
-        check_pixels(index, width, height, limit)
-        if max(width, height) > 200 * min(width, height):
-            message = f"image {index}: found {width} × {height} pixels; the limit is a ratio of 200"
-            raise InvalidRequest(message, param="image")
+        check_size(index, width, height, limit)
         config = self._model.config
         return pictures.resized(content, config.vae_image_size, config.token_pixels)
 

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from PIL import Image
 
 from omni_actors.stages.base import InvalidRequest
-from omni_actors.stages.multimodal.images import check_pixels, decode_image
+from omni_actors.stages.multimodal.images import check_size, decode_image
+from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
 from omni_actors.stages.multimodal.prompt import OmniPrompt, Pixels
+
+LIMITS = MediaLimits()
+"""The limits that no engine has an option for: the time for decoding."""
 
 
 def user_text(prompt: OmniPrompt) -> str:
@@ -25,14 +29,19 @@ def user_pictures(prompt: OmniPrompt, most: int, max_pixels: int) -> list[Image.
     """Return the pictures in order of their index.
 
     most: their largest number. max_pixels: the largest width times height of each, known before it is decoded.
-    Raises InvalidRequest. There is sound or a video, or a picture is wrong.
+    Raises InvalidRequest. There is sound or a video, a picture is wrong, or they take too long to decode.
     """
     media = prompt.media
     if media.audio or media.video:
         raise InvalidRequest("messages: this model takes text and pictures only", param="messages")
     if len(media.image) > most:
         raise InvalidRequest(f"image: found {len(media.image)} pictures; the limit is {most}", param="image")
-    return [Image.fromarray(_pixels(index, media.image, max_pixels)) for index in sorted(media.image)]
+    deadline = Deadline(LIMITS.decode_s)
+    pictures = []
+    for index in sorted(media.image):
+        deadline.check("image", index)
+        pictures.append(Image.fromarray(_pixels(index, media.image, max_pixels)))
+    return pictures
 
 
 def _pixels(index: int, pictures: Mapping[int, Pixels | bytes], max_pixels: int) -> Pixels:
@@ -40,5 +49,5 @@ def _pixels(index: int, pictures: Mapping[int, Pixels | bytes], max_pixels: int)
     if isinstance(content, bytes):
         return decode_image(content, index, max_pixels)
     height, width, _ = content.shape
-    check_pixels(index, width, height, max_pixels)
+    check_size(index, width, height, max_pixels)
     return content

@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.audio import SHORTEST_S, Floats, Recording, audio_refusal
 from omni_actors.stages.multimodal.frames import FrameProcessor
-from omni_actors.stages.multimodal.images import check_pixels, decode_image
+from omni_actors.stages.multimodal.images import check_ratio, check_size, decode_image
 from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
 from omni_actors.stages.multimodal.prompt import Media, Pixels, VideoInput
 from omni_actors.stages.multimodal.videos import Frames, Size, decode_sound, decode_video, sample_frames
@@ -102,7 +102,7 @@ class _Decoding:
         if isinstance(image, bytes):
             pixels = decode_image(image, index, self._limits.image_pixels)
         else:
-            check_pixels(index, image.shape[1], image.shape[0], self._limits.image_pixels)
+            check_size(index, image.shape[1], image.shape[0], self._limits.image_pixels)
             pixels = image
         processor = self._decoder.images
         factor = processor.patch_size * processor.merge_size
@@ -163,9 +163,6 @@ def _resized(size: Mapping[str, int], kwargs: MMProcessorKwargs) -> Mapping[str,
 
 def _fitted(kind: str, index: int, shape: Sequence[int], factor: int, size: Mapping[str, int]) -> tuple[int, int]:
     """Return the height and width that an image or a frame of this shape is resized to. Raises InvalidRequest."""
-    try:
-        height, width = smart_resize(shape[0], shape[1], factor, size["shortest_edge"], size["longest_edge"])
-    except ValueError as error:
-        message = f"{kind} {index}: found {shape[1]} × {shape[0]} pixels; the limit is a ratio of 200"
-        raise InvalidRequest(message, param=kind) from error
+    check_ratio(kind, index, shape[1], shape[0])  # beyond it, transformers refuses too
+    height, width = smart_resize(shape[0], shape[1], factor, size["shortest_edge"], size["longest_edge"])
     return height, width

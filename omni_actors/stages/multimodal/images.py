@@ -20,6 +20,8 @@ from omni_actors.stages.multimodal.files import refuse_unreadable
 from omni_actors.stages.multimodal.prompt import Pixels
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "WEBP")
+RATIO = 200
+"""How many times as long as the shorter side the longer one may be. A thinner picture, scaled, would take gigabytes."""
 
 
 def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
@@ -37,15 +39,23 @@ def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
         except Image.DecompressionBombError as error:
             raise _too_large(index, "more than twice the pixels that Pillow opens", max_pixels) from error
         with image:
-            check_pixels(index, image.width, image.height, max_pixels)
+            check_size(index, image.width, image.height, max_pixels)
             _scale_transparent_value(image)
             return np.asarray(_rgb(ImageOps.exif_transpose(image)))
 
 
-def check_pixels(index: int, width: int, height: int, max_pixels: int) -> None:
-    """Raise InvalidRequest if an image has too many pixels."""
+def check_size(index: int, width: int, height: int, max_pixels: int) -> None:
+    """Raise InvalidRequest if an image has too many pixels, or is too thin."""
     if width * height > max_pixels:
         raise _too_large(index, f"{width} × {height} pixels", max_pixels)
+    check_ratio("image", index, width, height)
+
+
+def check_ratio(kind: str, index: int, width: int, height: int) -> None:
+    """Raise InvalidRequest if an image or a video's frame is too thin. kind, index: the input, such as "image" 0."""
+    if max(width, height) > RATIO * min(width, height):
+        message = f"{kind} {index}: found {width} × {height} pixels; the limit is a ratio of {RATIO}"
+        raise InvalidRequest(message, param=kind)
 
 
 def _scale_transparent_value(image: ImageFile.ImageFile) -> None:

@@ -133,6 +133,13 @@ def test_an_image_that_is_too_large_is_refused_by_its_header(size: tuple[int, in
     assert (refusal.value.param, refusal.value.code) == ("image", "image_too_large")
 
 
+@pytest.mark.parametrize(("width", "height"), [(201, 1), (1, 201), (60_000_000, 1)])
+def test_an_image_that_is_too_thin_is_refused_by_its_header(width: int, height: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"image 0: found {width} × {height} pixels; the limit is a ratio of 200"):
+        decode_image(png_header(width, height), 0, 64_000_000)
+    assert decoded(image_file(Image.new("RGB", (200, 1)))).shape == (1, 200, 3)
+
+
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n"
 VECTORS = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/hostname"/></svg>'
 

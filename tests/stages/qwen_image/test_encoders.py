@@ -19,6 +19,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.diffusion import prompt
+from omni_actors.stages.multimodal.limits import MediaLimits
 from tests.support.engine_driver import Driver
 from tests.support.qwen_image_reference import open_pipeline, photo
 from tiny_models import qwen_image as tiny
@@ -292,3 +294,18 @@ def _result(engine: str, driver: Driver) -> Any:
 def _files(path: Path) -> dict[str, tuple[int, int]]:
     status = path.stat()
     return {str(path): (status.st_size, status.st_mtime_ns)}
+
+
+@pytest.mark.parametrize("size", [{}, {"size": "64x64"}])
+def test_a_picture_that_is_too_thin_is_refused(opened: Any, size: dict[str, str]) -> None:
+    """Also where the request has a size, to which a line of pixels would be scaled through gigabytes."""
+    driver, line = opened("vae_encoder", image_area=AREA), np.zeros((1, 201, 3), np.uint8)
+    refusal = refused("image", lambda: encode_pictures(driver, [line], **size), driver)
+    assert str(refusal) == "image 0: found 201 × 1 pixels; the limit is a ratio of 200"
+
+
+def test_the_pictures_of_a_request_share_the_time_for_decoding(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt, "LIMITS", MediaLimits(decode_s=1e-9))
+    driver = opened("vae_encoder", "plus", image_area=AREA)
+    refusal = refused("image", lambda: encode_pictures(driver, [photo(0, 64, 64)]), driver)
+    assert refusal.code == "image_too_slow"
