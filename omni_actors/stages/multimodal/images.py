@@ -1,7 +1,8 @@
 """Decoding image files.
 
 Rules
-1. The size is read from the header and checked first, because a file of some kilobytes may decode to gigabytes.
+1. The size is read from the header and checked first, because a file of some kilobytes may decode to gigabytes. So is
+   what else makes a small file slow (``jpeg``).
 2. Only pixel formats that Pillow decodes by itself are accepted: none that starts another program, no vector graphics.
 3. The model gets what a viewer shows: rotated by EXIF, transparent parts on white, the first picture of an animation,
    16 bits scaled to 8.
@@ -16,6 +17,7 @@ import numpy as np
 from PIL import Image, ImageFile, ImageOps
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.multimodal import jpeg
 from omni_actors.stages.multimodal.files import refuse_unreadable
 from omni_actors.stages.multimodal.prompt import Pixels
 
@@ -34,12 +36,16 @@ def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
     with refuse_unreadable("image", index, FORMATS), warnings.catch_warnings():
         # Pillow warns of large images, for which we have a limit, and of small irregularities in a file.
         warnings.simplefilter("ignore")
+        if is_jpeg := data.startswith(jpeg.BEGIN):
+            jpeg.check_exif(data, index)
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except Image.DecompressionBombError as error:
             raise _too_large(index, "more than twice the pixels that Pillow opens", max_pixels) from error
         with image:
             check_size(index, image.width, image.height, max_pixels)
+            if is_jpeg:
+                jpeg.check_scans(data, index, image.width, image.height)
             _scale_transparent_value(image)
             return np.asarray(_rgb(ImageOps.exif_transpose(image)))
 
