@@ -3,7 +3,8 @@
 Rules
 1. The size is read from the header and checked first, because a file of some kilobytes may decode to gigabytes. So is
    what else makes a small file slow (``jpeg``).
-2. Only pixel formats that Pillow decodes by itself are accepted: none that starts another program, no vector graphics.
+2. Only pixel formats that Pillow decodes by itself are accepted: none that starts another program, no vector graphics,
+   and no run-length encoded BMP, which it decodes byte by byte in Python.
 3. The model gets what a viewer shows: rotated by EXIF, transparent parts on white, the first picture of an animation,
    16 bits scaled to 8.
 """
@@ -46,6 +47,9 @@ def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
             check_size(index, image.width, image.height, max_pixels)
             if is_jpeg:
                 jpeg.check_scans(data, index, image.width, image.height)
+            if image.tile and image.tile[0].codec_name == "bmp_rle":
+                message = f"image {index}: this BMP file is run-length encoded; accepted: BMP without compression"
+                raise InvalidRequest(message, param="image", code="invalid_image")
             _scale_transparent_value(image)
             return np.asarray(_rgb(ImageOps.exif_transpose(image)))
 

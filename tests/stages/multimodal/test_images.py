@@ -140,6 +140,17 @@ def test_an_image_that_is_too_thin_is_refused_by_its_header(width: int, height: 
     assert decoded(image_file(Image.new("RGB", (200, 1)))).shape == (1, 200, 3)
 
 
+def test_a_run_length_encoded_bmp_is_refused() -> None:
+    """Pillow decodes it byte by byte in Python."""
+    body, palette = b"\x01\x05" * 16, bytes(range(256)) * 4
+    info = struct.pack("<IiiHHIIiiII", 40, 4, 4, 1, 8, 1, len(body), 0, 0, 256, 0)
+    begin = 14 + len(info) + len(palette)
+    file = b"BM" + struct.pack("<IHHI", begin + len(body), 0, 0, begin) + info + palette + body
+    with pytest.raises(InvalidRequest, match="image 0: this BMP file is run-length encoded; accepted: BMP") as refusal:
+        decoded(file)
+    assert (refusal.value.param, refusal.value.code) == ("image", "invalid_image")
+
+
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n"
 VECTORS = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/hostname"/></svg>'
 
