@@ -20,7 +20,10 @@ Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 SHORTEST_S = 0.1
 """Seconds. A shorter recording has no word in it."""
-_RATES = range(1000, 384001)
+RATES = range(1000, 384001)
+"""Sample rates that recordings may have, in Hz."""
+EXPECTED_RATE = f"a sample rate of {RATES[0]} to {RATES[-1]} Hz was expected"
+"""What is wrong with another sample rate, in words."""
 _LOUDEST = 2.0**31
 """The magnitude of 32-bit integer samples that were not scaled. Beyond it, feature extractors overflow."""
 WILD_SAMPLES = f"are not finite, or beyond ±{_LOUDEST:g}"
@@ -114,8 +117,8 @@ def copy_samples(tensor: Tensor, data: Mapping[str, Any]) -> tuple[Floats, int]:
     if not are_usable(audio):
         raise audio_refusal(f"some samples {WILD_SAMPLES}")
     sample_rate = data.get("sample_rate")
-    if not isinstance(sample_rate, int) or sample_rate not in _RATES:
-        raise audio_refusal(f"a sample rate of {_RATES[0]} to {_RATES[-1]} Hz was expected, not {sample_rate!r}")
+    if not isinstance(sample_rate, int) or sample_rate not in RATES:
+        raise audio_refusal(f"{EXPECTED_RATE}, not {sample_rate!r}")
     return audio, sample_rate
 
 

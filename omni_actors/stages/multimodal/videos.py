@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from omni_actors.stages.base import InvalidRequest
-from omni_actors.stages.multimodal.audio import SHORTEST_S, WILD_SAMPLES, Recording, are_usable
+from omni_actors.stages.multimodal.audio import EXPECTED_RATE, RATES, SHORTEST_S, WILD_SAMPLES, Recording, are_usable
 from omni_actors.stages.multimodal.files import refuse_unreadable
 from omni_actors.stages.multimodal.frames import resize
 from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
@@ -32,6 +32,8 @@ from omni_actors.stages.multimodal.prompt import Pixels
 CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg", "gif")
 MIN_FRAMES = 4
 """The number of frames that a short video is sampled to, at a higher rate, if it has so many."""
+_USUAL_RATE = 48_000
+"""Hz. Sound of a higher rate may have as many samples as sound of this one: silence of any length is a small file."""
 _SLACK_S = 0.002
 """Tolerance for frame times, which some containers round to a millisecond."""
 
@@ -107,8 +109,8 @@ def decode_sound(data: bytes, index: int, max_s: float, deadline: Deadline) -> R
     """Decode the sound of a video file, mixed to mono. None: it has no sound.
 
     max_s: the longest sound that is accepted, in seconds. deadline: of the request.
-    Raises InvalidRequest: the file cannot be decoded, the sound is too long or too slow to decode, or its samples are
-    not usable.
+    Raises InvalidRequest: the file cannot be decoded, the sound is too long or too slow to decode, or its samples or
+    their rate are not usable.
     """
     with _opened(data, index) as container:
         if not container.streams.audio:
@@ -118,13 +120,16 @@ def decode_sound(data: bytes, index: int, max_s: float, deadline: Deadline) -> R
         sample_rate, total = 0, 0
         for frame in chain(_decoded(container, container.streams.audio[0], index, deadline), (None,)):
             for plain in resampler.resample(frame):
+                if plain.sample_rate not in RATES:  # of a higher one, the limit in seconds would allow gigabytes
+                    raise _refusal(index, f"its sound: {EXPECTED_RATE}, not {plain.sample_rate}", "invalid_video")
                 channels = plain.to_ndarray()
                 if not are_usable(channels):
                     raise _refusal(index, f"some samples of its sound {WILD_SAMPLES}", "invalid_video")
                 samples = channels.mean(0, dtype=np.float32)
                 sample_rate, total = plain.sample_rate, total + len(samples)
-                if total > max_s * sample_rate:
-                    raise _refusal(index, f"its sound is too long; the limit is {max_s:g} s", "video_too_long")
+                if total > max_s * min(sample_rate, _USUAL_RATE):
+                    many = f"its sound is too long; the limit is {max_s:g} s, above {_USUAL_RATE} Hz less"
+                    raise _refusal(index, many, "video_too_long")
                 pieces.append(samples)
     return Recording(index, sample_rate, pieces) if total > SHORTEST_S * sample_rate else None
 

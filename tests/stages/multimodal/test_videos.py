@@ -219,6 +219,35 @@ def test_a_file_that_demands_more_memory_than_ffmpeg_allocates_is_refused() -> N
         decode_sound(bytes(file), 0, 10.0, Deadline(60))
 
 
+def lossless_sound(rate: int, *, samples: int = 1 << 16) -> bytes:
+    """Return a video with silence of this rate, which FFmpeg reads in the decoder's settings and not in the header."""
+    file = bytearray(
+        video_file(4, format="mp4", codec="mpeg4", audio=np.zeros((1, samples), np.float32), audio_codec="alac")
+    )
+    at, places = 0, 0
+    while (at := file.find(b"\0\0\0\x24alac", at) + 4) > 3:
+        file[at + 28 : at + 32] = rate.to_bytes(4, "big")
+        places += 1
+    assert places == 1
+    return bytes(file)
+
+
+@pytest.mark.parametrize("rate", [999, 384_001, 2_000_000_000])
+def test_sound_of_an_unusual_rate_is_refused(rate: int) -> None:
+    """The limit in seconds would allow any number of samples."""
+    with pytest.raises(InvalidRequest, match=f"video 3: its sound: a sample rate of 1000 to .*, not {rate}") as refusal:
+        decode_sound(lossless_sound(rate), 3, 600.0, Deadline(60))
+    assert (refusal.value.param, refusal.value.code) == ("video", "invalid_video")
+
+
+def test_sound_of_a_high_rate_has_no_more_samples_than_of_a_usual_one() -> None:
+    file = lossless_sound(384_000)
+    assert decode_sound(file, 0, (1 << 16) / 48_000, Deadline(60)) is not None
+    with pytest.raises(InvalidRequest, match="its sound is too long") as refusal:
+        decode_sound(file, 0, 60_000 / 48_000, Deadline(60))
+    assert refusal.value.code == "video_too_long"
+
+
 def test_sound_has_the_deadline_of_the_request() -> None:
     file = video_file(audio=np.zeros((1, RATE), np.float32))
     with pytest.raises(InvalidRequest, match="takes more than 1e-09 s") as refusal:
