@@ -122,7 +122,7 @@ class Generation:
             The sound or the picture; None if there is none, and then no file is written.
 
         Raises:
-            ValueError: The suffix names no known format. Nothing was read.
+            ValueError: The suffix names no known format: nothing was read. Or the picture is too large for its format.
             RequestError: The error that ended the request. A file of sound has what came before it.
         """
         suffix = Path(path).suffix.lower()

@@ -17,6 +17,8 @@ PictureFormat: TypeAlias = Literal["png", "jpeg", "webp"]
 """File formats of ``Picture.encode``."""
 PICTURE_SUFFIXES: Mapping[str, PictureFormat] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 """File formats of ``Picture.save``, by the suffix of the file."""
+LONGEST_SIDES: Mapping[PictureFormat, int] = {"jpeg": 65_500, "webp": 16_383}
+"""The most pixels of a side that a file of a format can have. No picture is too large for a PNG."""
 QUALITY = 90
 """The quality of JPEG and WebP without another one, from 1 to 100."""
 
@@ -71,11 +73,13 @@ class Picture(msgspec.Struct, frozen=True, eq=False):
             quality: From 1 to 100; PNG ignores it.
 
         Raises:
-            ValueError: The format is unknown.
+            ValueError: The format is unknown, or cannot have so large a picture, see ``too_large``.
             ImportError: Pillow is not installed; the extra "image" has it.
         """
         if format not in get_args(PictureFormat):
             raise ValueError(f"format: found {format!r}; accepted: {', '.join(get_args(PictureFormat))}")
+        if (reason := too_large(format, self.width, self.height)) is not None:
+            raise ValueError(reason)
         from PIL import Image  # only some installations have it
 
         file = io.BytesIO()
@@ -86,13 +90,21 @@ class Picture(msgspec.Struct, frozen=True, eq=False):
     def save(self, path: str | Path) -> None:
         """Write the picture to a file. The suffix chooses the format, see ``PICTURE_SUFFIXES``.
 
-        Raises ValueError: the suffix names no known format; and OSError, and ImportError as ``encode`` does.
+        Raises ValueError: the suffix names no known format; OSError; and ValueError and ImportError as ``encode`` does.
         """
         Path(path).write_bytes(self.encode(picture_format(path)))
 
     def _repr_png_(self) -> bytes:
         """Show the picture in a notebook."""
         return self.encode("png")
+
+
+def too_large(format: PictureFormat, width: int, height: int) -> str | None:
+    """Return why a file of a format cannot have a picture of this size, in words; None if it can."""
+    longest = LONGEST_SIDES.get(format)
+    if longest is None or max(width, height) <= longest:
+        return None
+    return f"{format} has at most {longest} pixels a side, and the picture {width} × {height}; png takes any size"
 
 
 def picture_format(path: str | Path) -> PictureFormat:

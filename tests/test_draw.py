@@ -71,6 +71,13 @@ def test_a_refused_prompt_ends_with_one_sentence(painting: Path, tmp_path: Path)
     assert not (tmp_path / "cat.webp").exists()
 
 
+def test_a_picture_that_is_larger_than_its_format_allows_ends_with_one_sentence(painting: Path, tmp_path: Path) -> None:
+    size = ("-s", "stages.painter.options.size=16384x8")
+    result = invoke("a cat", "--config", painting, "-o", tmp_path / "cat.webp", *size)
+    assert (result.exit_code, "Traceback" in result.output) == (1, False)
+    assert "cannot be written: webp has at most 16383 pixels a side" in " ".join(result.output.split())
+
+
 def test_an_answer_without_a_picture_is_a_failure(painting: Path, tmp_path: Path) -> None:
     result = invoke("colourless", "--config", painting, "-o", tmp_path / "cat.jpg")
     assert (result.exit_code, "no picture" in result.output) == (1, True)
@@ -84,6 +91,8 @@ def test_an_answer_without_a_picture_is_a_failure(painting: Path, tmp_path: Path
         (("-o", "/proc/cat.png"), "cannot be written"),
         (("-o", "nowhere/cat.png"), "no directory"),
         (("-n", "0"), "0 is not in the range"),
+        (("-o", "cat.webp", "--size", "16384x16"), "webp has at most 16383 pixels a side"),
+        (("-o", "cat.jpg", "--size", "16x65501"), "jpeg has at most 65500 pixels a side"),
         (("--image", "missing.png"), "does not exist"),
         (("--config", "missing.yaml"), "missing.yaml"),
     ],

@@ -126,6 +126,15 @@ def test_a_picture_is_saved_in_the_format_of_the_suffix(shared_system: SharedSys
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.JPG", "a.png", "a.webp"]
 
 
+@pytest.mark.parametrize(("format", "longest"), [("jpeg", 65_500), ("webp", 16_383)])
+def test_a_picture_is_encoded_up_to_the_longest_side_of_its_format(format: Any, longest: int) -> None:
+    for shape in ((1, longest, 3), (longest, 1, 3)):
+        assert Picture(np.zeros(shape, np.uint8)).encode(format)
+    with pytest.raises(ValueError, match=f"{format} has at most {longest} pixels a side"):
+        Picture(np.zeros((longest + 1, 1, 3), np.uint8)).encode(format)
+    assert Picture(np.zeros((longest + 1, 1, 3), np.uint8)).encode("png")
+
+
 def test_an_unknown_format_of_a_picture_is_refused() -> None:
     with pytest.raises(ValueError, match="png, jpeg, webp"):
         Picture(PIXELS).encode("gif")  # type: ignore[arg-type]

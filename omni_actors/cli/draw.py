@@ -29,9 +29,9 @@ from omni_actors.command_line import (
     verbose_option,
 )
 from omni_actors.installed import is_importable
-from omni_actors.outputs import PICTURE_SUFFIXES, Output, Picture, RequestMetrics
+from omni_actors.outputs import PICTURE_SUFFIXES, Output, Picture, RequestMetrics, picture_format, too_large
 from omni_actors.system import OmniSystem
-from omni_actors.system.pictures import seed_of
+from omni_actors.system.pictures import seed_of, sides_of
 
 PREVIEWS = 5
 """On a terminal, the number of steps from one preview to the next."""
@@ -94,7 +94,7 @@ def draw(
         pipeline = configuration.load(config, configuration.parse_overrides(assignments))
     if n > (most := pipeline.limits.max_requests):
         raise click.BadParameter(f"{n} is more than limits.max_requests, {most}", param_hint="-n")
-    _require_pictures_writable(output, n)
+    _require_pictures_writable(output, n, params["size"])
     if params["seed"] is None and _takes(pipeline, "seed"):
         params["seed"] = random.getrandbits(31)  # so that the report names it
     if params["previews"] is None and _takes(pipeline, "previews") and notes.is_terminal:
@@ -105,12 +105,14 @@ def draw(
     run(partial(_draw, pipeline, prompt, output=output, arguments=arguments), verbose=verbose)
 
 
-def _require_pictures_writable(output: Path, count: int) -> None:
-    """Raise click.BadParameter unless the files of ``count`` requests can be written."""
+def _require_pictures_writable(output: Path, count: int, size: str | None) -> None:
+    """Raise click.BadParameter unless the files of ``count`` requests can be written. size: None if it is not known."""
     if output.suffix.lower() not in PICTURE_SUFFIXES:
         found = f"the suffix {output.suffix!r}" if output.suffix else "no suffix"
         accepted = f"{output} has {found}; accepted are {', '.join(PICTURE_SUFFIXES)}"
         raise click.BadParameter(accepted, param_hint="--output")
+    if (sides := sides_of(size)) is not None and (reason := too_large(picture_format(output), *sides)) is not None:
+        raise click.BadParameter(reason, param_hint="--output")
     for number in range(1, count + 1):
         require_writable(_numbered(output, number, 1, count))
 
@@ -151,7 +153,7 @@ async def _save(picture: Picture, path: Path) -> None:
     """Write a picture. Raises CannotWrite."""
     try:
         await trio.to_thread.run_sync(picture.save, path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: the picture is too large for the format
         raise CannotWrite(path, error) from error
 
 

@@ -25,6 +25,14 @@ def with_named_size(params: Mapping[str, Any]) -> Mapping[str, Any]:
     return params
 
 
+def sides_of(size: Any) -> tuple[int, int] | None:
+    """Return the width and the height of a size as a request has it; None if it names none."""
+    try:
+        return width_and_height(size)
+    except (AttributeError, ValueError):
+        return None
+
+
 def check_count(n: Any, limit: int) -> int:
     """Return how many answers to one prompt a caller asked for. Raises InvalidRequest."""
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= limit:
@@ -93,8 +101,5 @@ def _pictures_of(pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]]) 
 
 def _pixels(size: Any) -> int | None:
     """Return the pixels of a size; None if it names none."""
-    try:
-        width, height = width_and_height(size)
-    except (AttributeError, ValueError):
-        return None
-    return width * height
+    sides = sides_of(size)
+    return None if sides is None else sides[0] * sides[1]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import trio
 
+from omni_actors.errors import InvalidRequest
 from omni_actors.installed import is_importable
-from omni_actors.outputs import Picture, PictureFormat
+from omni_actors.outputs import Picture, PictureFormat, too_large
 from omni_actors.serve.http.errors import HTTPError
 from omni_actors.serve.media.base64_data import to_base64
 
@@ -25,12 +26,19 @@ def require_encoder() -> None:
         raise HTTPError(501, message, code="missing_library")
 
 
+def require_possible(format: PictureFormat, width: int, height: int) -> None:
+    """Raise InvalidRequest if a file of this format cannot have a picture of this size."""
+    if (reason := too_large(format, width, height)) is not None:
+        raise InvalidRequest(f"output_format: {reason}", param="output_format")
+
+
 async def encoded(picture: Picture, format: PictureFormat = "png", quality: int | None = None) -> str:
-    """Return the file of a picture, in base64.
+    """Return the file of a picture, in base64. Raises InvalidRequest: it is too large for the format.
 
     quality: from 0 to 100; None means the format's default. PNG has none.
     Cancellation: the thread finishes its work in the background.
     """
+    require_possible(format, picture.width, picture.height)
 
     def encode() -> str:
         options = {} if quality is None else {"quality": max(1, quality)}

@@ -38,9 +38,10 @@ from omni_actors.serve.api.image_schemas import (
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
-from omni_actors.serve.media.pictures import encoded, require_encoder
+from omni_actors.serve.media.pictures import encoded, require_encoder, require_possible
 from omni_actors.serve.routes.common import open_body
 from omni_actors.system import OmniSystem
+from omni_actors.system.pictures import sides_of
 
 FILES = FileField(("image", "image[]"), "a picture", MAX_INPUT_PICTURES)
 _NO_TOKENS = {
@@ -114,13 +115,15 @@ class _Drawing:
         self._partial_images = Counter[int]()
 
     def parameters(self, pipeline: Pipeline) -> dict[str, Any]:
-        """Return the engines' parameters. Raises HTTPError for fields that exclude each other."""
+        """Return the engines' parameters. Raises HTTPError or InvalidRequest for fields that exclude each other."""
         body = self.body
         if body.partial_images and not body.stream:
             raise bad_request("partial_images: needs stream: true", "partial_images")
         if body.output_format == "png" and body.output_compression is not None:
             message = "output_compression: a PNG keeps every pixel; accepted with output_format 'jpeg' and 'webp'"
             raise bad_request(message, "output_compression", "unsupported_parameter")
+        if (sides := sides_of(body.size)) is not None:
+            require_possible(body.output_format, *sides)
         given = {name: getattr(body, name) for name in ("steps", "guidance", "negative_prompt", "seed")}
         if body.size != "auto":
             given["size"] = body.size
@@ -129,7 +132,7 @@ class _Drawing:
         return {name: value for name, value in given.items() if value is not None}
 
     async def encode(self, picture: Picture) -> str:
-        """Return the file of a picture, in base64."""
+        """Return the file of a picture, in base64. Raises InvalidRequest: it is too large for the format."""
         return await encoded(picture, self.body.output_format, self.body.output_compression)
 
     async def event(self, index: int, picture: Picture) -> bytes | None:

@@ -211,6 +211,8 @@ def test_an_edit_is_streamed_too(client: openai.OpenAI) -> None:
         ({"partial_images": 1}, "partial_images", "invalid_value"),
         ({"output_compression": 50}, "output_compression", "unsupported_parameter"),
         ({"output_format": "gif"}, "output_format", "invalid_value"),
+        ({"output_format": "webp", "size": "16384x16"}, "output_format", "invalid_value"),
+        ({"output_format": "jpeg", "size": "16x65501", "stream": True}, "output_format", "invalid_value"),
         ({"response_format": "url"}, "response_format", "invalid_value"),
         ({"background": "transparent"}, "background", "invalid_value"),
         ({"quality": "high"}, "quality", "invalid_value"),
@@ -225,6 +227,17 @@ def test_a_wrong_field_is_named(server: Server, asked: dict[str, Any], param: st
     answer = server.http.post("/v1/images/generations", json={"model": "painter", "prompt": "a cat", **asked})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
+
+
+def test_a_picture_that_is_larger_than_its_format_allows(start: Start) -> None:
+    """Its size is known when it is made, as that of an edited picture may be."""
+    with start("-s", "stages.easel.options.size=16384x8", config=PAINTER) as server, server.openai() as client:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="webp has at most 16383 pixels a side") as refused:
+                draw(client, output_format="webp", stream=stream)
+            assert refused.value.param == "output_format"
+        assert opened(draw(client, output_format="jpeg").data[0].b64_json).size == (16384, 8)
+        assert server.stderr == ""
 
 
 @pytest.mark.parametrize(
