@@ -26,6 +26,7 @@ from omni_actors.serve.api.errors import to_http_error
 from omni_actors.serve.api.generations import Relayed
 from omni_actors.serve.http.buffered_socket import PIECE_BYTES
 from omni_actors.serve.http.errors import forget_frames
+from omni_actors.serve.media import picture_json
 
 SSE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
@@ -35,8 +36,16 @@ Pieces = AsyncGenerator[bytes, None]
 
 def event(data: Any, name: str | None = None) -> bytes:
     """Return a server-sent event with ``data`` as JSON. name: of the event's type, if it has one."""
-    head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return b"".join((head, b"data: ", msgspec.json.encode(data), b"\n\n"))
+    return b"".join((_begin(name), msgspec.json.encode(data), b"\n\n"))
+
+
+async def picture_event(data: Any, name: str | None = None) -> bytes:
+    """Return as ``event`` does an event with pictures (``PictureText``) in its data."""
+    return await picture_json.encode(data, _begin(name), b"\n\n")
+
+
+def _begin(name: str | None) -> bytes:
+    return b"data: " if name is None else b"event: " + name.encode() + b"\ndata: "
 
 
 def error_event(error: RequestError) -> bytes:
@@ -49,6 +58,11 @@ class JSONResponse(Response):
 
     def __init__(self, data: Any, status: int = 200) -> None:
         super().__init__(msgspec.json.encode(data), status, media_type="application/json")
+
+
+async def picture_response(data: Any) -> Response:
+    """Return a response with ``data`` as JSON, with pictures (``PictureText``) in it."""
+    return Response(await picture_json.encode(data), media_type="application/json")
 
 
 class StreamedResponse(Response):

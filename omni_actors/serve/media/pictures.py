@@ -13,7 +13,7 @@ from omni_actors.errors import InvalidRequest
 from omni_actors.installed import is_importable
 from omni_actors.outputs import Picture, PictureFormat, too_large
 from omni_actors.serve.http.errors import HTTPError
-from omni_actors.serve.media.base64_data import to_base64
+from omni_actors.serve.media.picture_json import PictureText
 
 _ENCODERS = trio.CapacityLimiter(2)
 """An encoder keeps a picture and its file, even after its client has left."""
@@ -32,16 +32,18 @@ def require_possible(format: PictureFormat, width: int, height: int) -> None:
         raise InvalidRequest(f"output_format: {reason}", param="output_format")
 
 
-async def encoded(picture: Picture, format: PictureFormat = "png", quality: int | None = None) -> str:
+async def encoded(
+    picture: Picture, format: PictureFormat = "png", quality: int | None = None, *, begin: str = ""
+) -> PictureText:
     """Return the file of a picture, in base64. Raises InvalidRequest: it is too large for the format.
 
-    quality: from 0 to 100; None means the format's default. PNG has none.
+    quality: from 0 to 100; None means the format's default. PNG has none. begin: the text before it.
     Cancellation: the thread finishes its work in the background.
     """
     require_possible(format, picture.width, picture.height)
 
-    def encode() -> str:
+    def encode() -> PictureText:
         options = {} if quality is None else {"quality": max(1, quality)}
-        return to_base64(picture.encode(format, **options))
+        return PictureText(picture.encode(format, **options), begin)
 
     return await trio.to_thread.run_sync(encode, abandon_on_cancel=True, limiter=_ENCODERS)

@@ -26,6 +26,7 @@ from omni_actors.serve.api.logprobs import chat_logprobs
 from omni_actors.serve.api.tools import NamedTool, ToolCall, ToolCallFilter, written_call
 from omni_actors.serve.media.audio import AudioEncoder
 from omni_actors.serve.media.base64_data import to_base64, to_base64_json
+from omni_actors.serve.media.picture_json import PictureText
 from omni_actors.serve.media.pictures import encoded
 from omni_actors.serve.routes.common import Completion
 from omni_actors.turns import SpokenAnswer
@@ -86,8 +87,8 @@ class Addition:
         self.text, self.calls, self.audio = text, calls or [], b""
         self.timing: dict[str, int] = {}
         """What is known of the words that have been heard when all audio before ``audio`` has been played."""
-        self.picture = ""
-        """A PNG file in base64."""
+        self.picture: PictureText | None = None
+        """A data: URL with a PNG file."""
         self.logprobs: dict[str, Any] | None = None
 
 
@@ -123,7 +124,7 @@ class ChatCompletion(Completion):
             addition.timing = self._timing(output.delta, output.data.get("sentence_text"))
             addition.audio = await self.encoder.push(output.delta)
         if isinstance(output.delta, Picture) and output.delta.final:
-            addition.picture = await encoded(output.delta)
+            addition.picture = await encoded(output.delta, begin="data:image/png;base64,")
         if "logprobs" in output.data:
             addition.logprobs = chat_logprobs(output.data["logprobs"], self._top_logprobs)
         return addition
@@ -158,13 +159,13 @@ class _WholeChoice:
 
     def __init__(self) -> None:
         self.text = ""
-        self.pictures: list[str] = []
+        self.pictures: list[PictureText] = []
         self.calls: list[dict[str, Any]] = []
         self.logprobs: dict[str, Any] | None = None
 
     def add(self, addition: Addition) -> None:
         self.text += addition.text
-        if addition.picture:
+        if addition.picture is not None:
             self.pictures.append(addition.picture)
         for call in addition.calls:
             index = call.pop("index")
@@ -207,6 +208,8 @@ async def whole_response(completion: ChatCompletion, generations: Generations) -
             }
         reason = completion.finish_reason(index)
         objects.append(completion.choice(index, reason, message=message, logprobs=choice.logprobs))
+    if any(choice.pictures for choice in choices):
+        return await responses.picture_response(completion.whole(objects))
     return responses.JSONResponse(completion.whole(objects))
 
 
@@ -218,8 +221,12 @@ async def events(completion: ChatCompletion, generations: Generations) -> respon
             begun.add(index)
             delta = {"role": "assistant", "content": "" if completion.has_text_content else None}
             yield responses.event(completion.chunk(index, delta=delta))
-        for event in _deltas(completion, index, await completion.convert(index, output)):
+        addition = await completion.convert(index, output)
+        for event in _deltas(completion, index, addition):
             yield event
+        if addition.picture is not None:
+            part = _picture_part(addition.picture)
+            yield await responses.picture_event(completion.chunk(index, delta={"content": [part]}))
     for index in range(completion.count):
         for event in _deltas(completion, index, completion.finish(index)):
             yield event
@@ -234,7 +241,7 @@ async def events(completion: ChatCompletion, generations: Generations) -> respon
 
 
 def _deltas(completion: ChatCompletion, index: int, addition: Addition) -> list[bytes]:
-    """Return the events of what was added to a choice."""
+    """Return the events of what was added to a choice, apart from its picture."""
     found = []
     if addition.text or addition.logprobs:
         delta: dict[str, Any] = {"content": addition.text}
@@ -243,8 +250,6 @@ def _deltas(completion: ChatCompletion, index: int, addition: Addition) -> list[
         found.append(responses.event(completion.chunk(index, delta=delta, logprobs=addition.logprobs)))
     if addition.calls:
         found.append(responses.event(completion.chunk(index, delta={"tool_calls": addition.calls})))
-    if addition.picture:
-        found.append(responses.event(completion.chunk(index, delta={"content": [_picture_part(addition.picture)]})))
     if addition.timing:
         found.append(_audio_event(completion, index, **addition.timing))
     if addition.audio:
@@ -252,8 +257,8 @@ def _deltas(completion: ChatCompletion, index: int, addition: Addition) -> list[
     return found
 
 
-def _picture_part(png: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}}
+def _picture_part(url: PictureText) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _audio_event(completion: ChatCompletion, index: int, **fields: Any) -> bytes:

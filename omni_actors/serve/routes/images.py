@@ -38,6 +38,7 @@ from omni_actors.serve.api.image_schemas import (
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.media.loader import MediaLoader, MediaReference
+from omni_actors.serve.media.picture_json import PictureText
 from omni_actors.serve.media.pictures import encoded, require_encoder, require_possible
 from omni_actors.serve.routes.common import open_body
 from omni_actors.system import OmniSystem
@@ -131,7 +132,7 @@ class _Drawing:
             given["previews"] = _preview_interval(body, pipeline)
         return {name: value for name, value in given.items() if value is not None}
 
-    async def encode(self, picture: Picture) -> str:
+    async def encode(self, picture: Picture) -> PictureText:
         """Return the file of a picture, in base64. Raises InvalidRequest: it is too large for the format."""
         return await encoded(picture, self.body.output_format, self.body.output_compression)
 
@@ -146,7 +147,7 @@ class _Drawing:
             self._partial_images[index] += 1
         else:
             event["usage"] = _NO_TOKENS
-        return responses.event({**event, "index": index, "b64_json": await self.encode(picture)}, kind)
+        return await responses.picture_event({**event, "index": index, "b64_json": await self.encode(picture)}, kind)
 
     def description(self, picture: Picture) -> dict[str, Any]:
         """Return what a response says of a picture."""
@@ -189,14 +190,14 @@ async def _answer(drawing: _Drawing, generations: Generations) -> Response:
 
 async def _whole(drawing: _Drawing, generations: Generations) -> Response:
     """Read the generations to their end, and return one JSON object."""
-    found: list[tuple[int, Picture, str]] = []
+    found: list[tuple[int, Picture, PictureText]] = []
     async for index, picture in _pictures(generations):
         if picture.final:
             found.append((index, picture, await drawing.encode(picture)))
     found.sort(key=lambda each: each[0])
     data = [{"b64_json": file} for _, _, file in found]
     description = drawing.description(found[0][1])
-    return responses.JSONResponse({"created": drawing.created, "data": data, **description})
+    return await responses.picture_response({"created": drawing.created, "data": data, **description})
 
 
 async def _events(drawing: _Drawing, generations: Generations) -> responses.Pieces:
