@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from omni_actors.serve.command import serve_command
 from omni_actors.serve.routes.admin import OPERATIONS
+from tests.support.frozen import freeze
 from tests.support.http_server import Server, Start
 
 CONTROLLED = """\
@@ -121,7 +122,7 @@ def test_a_list_in_the_query_has_its_name_before_each_value(controlled: Server) 
 
 def test_a_worker_that_does_not_answer_is_an_error_with_its_own_code(controlled: Server) -> None:
     worker = controlled.pid_of("mind")
-    os.kill(worker, signal.SIGSTOP)
+    freeze(worker)
     try:
         answer = call(controlled, capability="worker_status", stages=["mind"], timeout_s=0.2)
     finally:
