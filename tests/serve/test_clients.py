@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.support.http_server import Server
+from tests.support.http_server import NO_TLS, WATCHDOG_S, Server
 
 pytestmark = pytest.mark.slow  # each of them takes seconds to import
 
@@ -31,7 +31,7 @@ def address(writer: Server) -> dict[str, Any]:
 @pytest.fixture
 def arguments(address: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The address, and connections that the test closes."""
-    with httpx.Client() as connections:
+    with httpx.Client(timeout=WATCHDOG_S, verify=NO_TLS) as connections:
         yield {**address, "http_client": connections}
 
 

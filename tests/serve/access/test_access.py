@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from omni_actors.serve.command import serve_command
 from omni_actors.serve.server import serve, warn_if_public
 from omni_actors.serve.settings import ServerSettings, normalize_host, normalize_key, normalize_origin
-from tests.support.http_server import NO_TLS
+from tests.support.http_server import NO_TLS, WATCHDOG_S
 
 Start = Callable[..., AbstractContextManager[Any]]
 
@@ -29,6 +29,8 @@ stages:
 """
 APP = "https://app.example.org"
 KEY = {"authorization": "Bearer sesame"}
+PATIENT: Any = {"timeout": WATCHDOG_S, "verify": NO_TLS}
+"""How a client of its own, without the key, asks."""
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,7 @@ def test_without_a_key_only_pages_of_the_servers_own_origin_may_use_it(
     body = b'{"model": "studio", "input": "hello"}' if method == "POST" else b""
     headers = {b"origin": origin.encode("latin-1"), b"host": host.encode(), b"content-type": b"text/plain"}
     path = "/v1/audio/speech" if method == "POST" else "/v1/models"
-    answer = httpx.request(method, studio.url + path, content=body, headers=headers, verify=NO_TLS)
+    answer = httpx.request(method, studio.url + path, content=body, headers=headers, **PATIENT)
     if may:
         assert answer.status_code == (405 if method == "OPTIONS" else 200)
     else:
@@ -178,7 +180,7 @@ def test_a_browser_may_ask_without_the_key_what_an_allowed_page_may_send(guarded
 def test_other_pages_are_refused_where_some_are_allowed_key_or_not(guarded: Any, method: str) -> None:
     for headers in ({}, KEY, {"access-control-request-method": "POST"}):
         asked = {"origin": "https://evil.example.org", **headers}
-        answer = httpx.request(method, f"{guarded.url}/v1/models", headers=asked, verify=NO_TLS)
+        answer = httpx.request(method, f"{guarded.url}/v1/models", headers=asked, **PATIENT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_origin")
         assert "access-control-allow-origin" not in answer.headers
     own = guarded.http.get("/v1/models", headers={"origin": guarded.url, **KEY})
@@ -194,7 +196,7 @@ def test_two_origins_must_both_be_allowed(guarded: Any) -> None:
     "host", ["evil.example.org", "evil.example.org:8091", "0.0.0.0.evil.example.org", "[", "x" * 1000]
 )
 def test_a_request_for_another_host_is_refused_where_some_are_named(guarded: Any, host: str) -> None:
-    answer = httpx.get(f"{guarded.url}/v1/models", headers={"host": host, **KEY}, verify=NO_TLS)
+    answer = httpx.get(f"{guarded.url}/v1/models", headers={"host": host, **KEY}, **PATIENT)
     assert (answer.status_code, answer.json()["error"]["code"]) == (421, "unknown_host")
 
 

@@ -12,7 +12,7 @@ import pytest
 from omni_actors.playback import Playback
 from omni_actors.serve.state_feed import MAX_VIEWERS_PER_ADDRESS
 from tests.support.chromium import EXECUTABLE, Page, open_page
-from tests.support.http_server import Server, Start
+from tests.support.http_server import NO_TLS, WATCHDOG_S, Server, Start
 
 pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine"),
@@ -32,6 +32,11 @@ def page() -> Iterator[Page]:
         yield page
 
 
+def _client(server: Server) -> httpx.Client:
+    """A client with connections of its own. To be closed."""
+    return httpx.Client(base_url=server.url, timeout=WATCHDOG_S, verify=NO_TLS)
+
+
 def unexpected(page: Page) -> list[str]:
     """Return the console's errors, except the browser's own lines about responses that are no success."""
     return [error for error in page.errors if not error.startswith("Failed to load resource")]
@@ -49,7 +54,7 @@ def test_a_pipeline_that_is_not_there_is_named_with_those_that_are(page: Page, s
 
 
 def test_a_refused_stream_is_shown_with_the_server_s_reason(page: Page, studio: Server) -> None:
-    with ExitStack() as viewers, httpx.Client(base_url=studio.url) as client:
+    with ExitStack() as viewers, _client(studio) as client:
         for _ in range(MAX_VIEWERS_PER_ADDRESS):
             viewers.enter_context(client.stream("GET", "/v1/state", params={"stream": "true"}))
         page.open(studio.url)
@@ -102,7 +107,7 @@ def test_a_hidden_page_leaves_its_stream_to_other_viewers(page: Page, studio: Se
 
     page.open(studio.url)
     page.wait("document.querySelector('.status')?.dataset.state === 'ready'")
-    with ExitStack() as viewers, httpx.Client(base_url=studio.url) as client:
+    with ExitStack() as viewers, _client(studio) as client:
         for _ in range(MAX_VIEWERS_PER_ADDRESS - 1):
             viewers.enter_context(client.stream("GET", "/v1/state", params={"stream": "true"}))
         assert is_full()

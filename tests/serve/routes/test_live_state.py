@@ -19,7 +19,7 @@ from omni_actors.serve.api.merge_patch import apply_patch, merge_patch
 from omni_actors.serve.api.responses import event
 from omni_actors.serve.state_feed import MAX_VIEWERS, MAX_VIEWERS_PER_ADDRESS
 from omni_actors.system.live_requests import STDERR_LINES
-from tests.support.http_server import Server, Start
+from tests.support.http_server import NO_TLS, WATCHDOG_S, Server, Start
 from tests.support.served_engines import LAST_LINES
 
 QUESTION: dict[str, Any] = {"model": "studio", "messages": [{"role": "user", "content": "hello"}]}
@@ -175,7 +175,7 @@ def test_asking_for_the_head_of_the_stream_takes_no_place(studio: Server) -> Non
 
 @pytest.mark.parametrize("stream", ["true", "false"])
 def test_the_live_state_needs_the_key(slow: Server, stream: str) -> None:
-    with httpx.Client(base_url=slow.url) as stranger:
+    with httpx.Client(base_url=slow.url, timeout=WATCHDOG_S, verify=NO_TLS) as stranger:
         assert stranger.get("/v1/state", params={"stream": stream}).status_code == 401
     with viewer(slow) as seen:
         assert seen.read() == "state"
