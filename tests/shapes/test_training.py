@@ -16,6 +16,12 @@ from shapes.drawings import SIDE, bank
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Two threads for two cores take many times as long while other processes compute."""
+    torch.set_num_threads(1)
+
+
 def losses(into: list[float]):
     return lambda step, loss: into.append(loss)
 
