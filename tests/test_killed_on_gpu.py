@@ -50,6 +50,7 @@ def test_all_stages_killed_at_once(opened: tuple[Omni, SharedSystem]) -> None:
         replays = 0
         while not replays:  # the stages may have finished before their deaths
             heard = await killed.hear(omni, killed.greedy, *killed.stages, at=20)
+            assert heard.killed
             if killed.configuration == "exact":
                 assert (heard.texts, heard.journals) == (expected.texts, expected.journals)
                 assert_same_sound(heard.sound, expected.sound)

@@ -80,6 +80,7 @@ def test_all_stages_killed_at_once(opened: tuple[Killed, SharedSystem]) -> None:
         replays = 0
         while not replays:  # the stages may have finished before their deaths
             heard = await killed.hear(omni, killed.greedy, *killed.stages, at=20)
+            assert heard.killed
             killed.check(heard, killed.greedy)
             replays = heard.replays
 

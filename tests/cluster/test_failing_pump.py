@@ -132,7 +132,7 @@ def test_a_link_whose_connection_is_lost_while_it_opens_takes_the_next_one(monke
     with open_pump() as (pump, losses), Ring.create(4096) as ring:
         pump.receive(7, ring.claim_producer())
         for _ in range(2):
-            connection, _ = authenticated(pump.address, 7)
+            connection, heard = authenticated(pump.address, 7)[0], b""
             with connection, suppress(ConnectionResetError):
                 heard = connection.recv(1)
         assert losses.next()[0] == 7  # the second connection has ended

@@ -40,7 +40,7 @@ class SessionPipeline:
         speaks: whether it makes sound.
         answers: whether it answers messages with text. Others only transcribe.
         takes_tools: whether an engine can be given tools.
-        default_tokens: the most tokens of an answer to a request that does not say how many; None: it has no limit.
+        default_tokens: the most tokens of an answer to a request that does not say how many; None: it is not known.
         transcribes: whether a stage writes the words of recordings. Other pipelines that hear are asked for the words.
     """
 
@@ -151,11 +151,11 @@ class SessionPipeline:
 
 
 def default_tokens(pipeline: Pipeline) -> int | None:
-    """Return the ``max_tokens`` of the stage that writes the text, without a client's; None if it takes none."""
-    for name, stage in pipeline.stages.items():
-        declared = pipeline.spec(name).params
-        for field in msgspec.structs.fields(declared) if declared is not None and stage.emits == "text" else ():
-            if field.name == "max_tokens":
-                found: int = stage.defaults.get("max_tokens", field.default)
-                return found
-    return None
+    """Return the ``max_tokens`` of the stage that writes the text, without a client's; None if none is known."""
+    writer = next((name for name, stage in pipeline.stages.items() if stage.emits == "text"), None)
+    if writer is None:
+        return None
+    declared = pipeline.spec(writer).params
+    of_engine = {} if declared is None else {each.name: each.default for each in msgspec.structs.fields(declared)}
+    found = pipeline.stages[writer].defaults.get("max_tokens", of_engine.get("max_tokens"))
+    return found if isinstance(found, int) else None

@@ -9,7 +9,7 @@ from omni_actors.config import Pipeline
 from omni_actors.serve.api import schemas
 from omni_actors.serve.api.schemas import takes_parameter
 from omni_actors.serve.http.errors import bad_request
-from omni_actors.serve.realtime.config import ResponseParams, SessionConfig, VoiceId, to_wire
+from omni_actors.serve.realtime.config import MaxTokens, ResponseParams, SessionConfig, VoiceId, to_wire
 from omni_actors.serve.realtime.pipeline import default_tokens
 from omni_actors.serve.realtime.tools import chat_tool_choice, chat_tools
 from omni_actors.serve.routes.chat import parameters_of, require_possible
@@ -48,13 +48,12 @@ class ResponseSettings:
         self.speaks_apart = self.is_spoken and has_tools and "script" in accepted
         voice = config.audio.output.voice
         most = config.max_output_tokens
-        unlimited = None if default_tokens(pipeline) is None else MAX_TOKENS
         self.body = schemas.ChatRequest(
             model=config.model,
             messages=[schemas.ChatMessage("user", "")],
             modalities=["text", "audio"] if self.is_spoken else ["text"],
             audio=schemas.AudioParams(voice=voice.id if isinstance(voice, VoiceId) else voice),
-            max_completion_tokens=most if isinstance(most, int) else unlimited,
+            max_completion_tokens=_tokens_to_ask(most, default_tokens(pipeline)),
             tools=chat_tools(config),
             tool_choice=chat_tool_choice(config) if config.tools else None,
             parallel_tool_calls=config.parallel_tool_calls,
@@ -82,3 +81,10 @@ class ResponseSettings:
             "audio": {"output": output},
             "metadata": asked.metadata,
         }
+
+
+def _tokens_to_ask(most: MaxTokens, default: int | None) -> int | None:
+    """Return what a request says: nothing for the default of the stage that writes, as other stages may have others."""
+    if most == "inf":
+        return None if default is None else MAX_TOKENS
+    return None if most == default else most

@@ -116,7 +116,7 @@ class _Drawing:
         self._partial_images = Counter[int]()
 
     def parameters(self, pipeline: Pipeline) -> dict[str, Any]:
-        """Return the engines' parameters. Raises HTTPError or InvalidRequest for fields that exclude each other."""
+        """Return the engines' parameters. Raises HTTPError or InvalidRequest for fields that do not fit together."""
         body = self.body
         if body.partial_images and not body.stream:
             raise bad_request("partial_images: needs stream: true", "partial_images")

@@ -121,7 +121,10 @@ class Arguments:
             raise InvalidRequest(message, param="guidance")
 
     def _size(self, size: str | None) -> dict[str, int]:
-        """A call with ``max_area`` scales width and height to so many pixels: to the ones that were asked for."""
+        """Return the arguments for a size. Raises InvalidRequest. size: None means the call's own.
+
+        A call with ``max_area`` scales width and height to so many pixels.
+        """
         area = self._taken.get("max_area")
         if size is None:
             return {} if area is None else {"max_area": min(area.default, self._options.max_pixels)}

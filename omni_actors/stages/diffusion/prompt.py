@@ -11,8 +11,8 @@ from omni_actors.stages.multimodal.images import check_size, decode_image
 from omni_actors.stages.multimodal.limits import Deadline, MediaLimits
 from omni_actors.stages.multimodal.prompt import OmniPrompt, Pixels
 
-LIMITS = MediaLimits()
-"""The limits that no engine has an option for: the time for decoding."""
+DECODE_S = MediaLimits().decode_s
+"""Seconds for decoding the pictures of a request."""
 
 
 def user_text(prompt: OmniPrompt) -> str:
@@ -36,7 +36,7 @@ def user_pictures(prompt: OmniPrompt, most: int, max_pixels: int) -> list[Image.
         raise InvalidRequest("messages: this model takes text and pictures only", param="messages")
     if len(media.image) > most:
         raise InvalidRequest(f"image: found {len(media.image)} pictures; the limit is {most}", param="image")
-    deadline = Deadline(LIMITS.decode_s)
+    deadline = Deadline(DECODE_S)
     pictures = []
     for index in sorted(media.image):
         deadline.check("image", index)

@@ -10,8 +10,8 @@ Rules
    with the fewest steps left first, and then the others. A request that does not fit is left out; a smaller one behind
    it may fit.
 4. So an active request is never left out of more than two steps in a row: the rows that a step leaves out are at most
-   ``max_batch``, and the next steps have room for them. This is not so where paused requests go on: those that took
-   their places are active too.
+   ``max_batch``, and the next steps have room for them. When paused requests go on, those that took their places stay
+   active too; then a request may be left out of more.
 """
 
 from __future__ import annotations

@@ -127,9 +127,10 @@ def decode_sound(data: bytes, index: int, max_s: float, deadline: Deadline) -> R
                     raise _refusal(index, f"some samples of its sound {WILD_SAMPLES}", "invalid_video")
                 samples = channels.mean(0, dtype=np.float32)
                 sample_rate, total = plain.sample_rate, total + len(samples)
-                if total > max_s * min(sample_rate, _USUAL_RATE):
-                    many = f"its sound is too long; the limit is {max_s:g} s, above {_USUAL_RATE} Hz less"
-                    raise _refusal(index, many, "video_too_long")
+                limit_s = max_s * min(1.0, _USUAL_RATE / sample_rate)
+                if total > limit_s * sample_rate:
+                    reason = f"its sound is too long; at {sample_rate} Hz, the limit is {limit_s:g} s"
+                    raise _refusal(index, reason, "video_too_long")
                 pieces.append(samples)
     return Recording(index, sample_rate, pieces) if total > SHORTEST_S * sample_rate else None
 

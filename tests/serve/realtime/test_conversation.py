@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import trio
 
+from omni_actors import config as configuration
 from omni_actors.errors import InvalidRequest
 from omni_actors.outputs import AudioChunk
 from omni_actors.serve.http.errors import HTTPError
@@ -22,6 +23,7 @@ from omni_actors.serve.realtime.config import PCMU, ResponseParams, SessionConfi
 from omni_actors.serve.realtime.conversation import Conversation, Entry, has_open_question
 from omni_actors.serve.realtime.input_audio import Recording
 from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part, check_item
+from omni_actors.serve.realtime.pipeline import default_tokens
 from omni_actors.serve.realtime.response import Response
 from omni_actors.serve.realtime.response_events import ResponseEvents
 from omni_actors.serve.realtime.response_settings import ResponseSettings
@@ -351,3 +353,22 @@ def test_the_sum_of_the_bytes_follows_every_change_of_an_item() -> None:
         conversation.delete(id)
         check()
     assert conversation.nbytes == 0
+
+
+@pytest.mark.voice
+@pytest.mark.parametrize(("asked", "sent"), [(None, None), (256, None), (40, 40), ("inf", 1_000_000)])
+def test_the_default_length_is_not_sent(asked: Any, sent: int | None) -> None:
+    """It is that of the stage that writes the text. Other stages may have defaults of their own."""
+    pipeline = configuration.load("voice")
+    default = default_tokens(pipeline)
+    config = SessionConfig(type="realtime", model="any", output_modalities=["text"], max_output_tokens=default or "inf")
+    params = ResponseParams() if asked is None else ResponseParams(max_output_tokens=asked)
+    settings = ResponseSettings(config, params, pipeline, {})
+    assert settings.head["max_output_tokens"] == (asked or 256)
+    assert settings.params.get("max_tokens") == sent
+
+
+@pytest.mark.voice
+def test_the_default_length_is_that_of_the_stage_that_writes() -> None:
+    for name, tokens in (("voice", 256), ("qwen3_omni", 1024), ("text_prefill", 256), ("echo", None)):
+        assert default_tokens(configuration.load(name)) == tokens

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.diffusion import prompt
-from omni_actors.stages.multimodal.limits import MediaLimits
 from tests.support.engine_driver import Driver
 from tests.support.qwen_image_reference import open_pipeline, photo
 from tiny_models import qwen_image as tiny
@@ -305,7 +304,7 @@ def test_a_picture_that_is_too_thin_is_refused(opened: Any, size: dict[str, str]
 
 
 def test_the_pictures_of_a_request_share_the_time_for_decoding(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt, "LIMITS", MediaLimits(decode_s=1e-9))
+    monkeypatch.setattr(prompt, "DECODE_S", 1e-9)
     driver = opened("vae_encoder", "plus", image_area=AREA)
     refusal = refused("image", lambda: encode_pictures(driver, [photo(0, 64, 64)]), driver)
     assert refusal.code == "image_too_slow"
