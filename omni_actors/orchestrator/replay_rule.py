@@ -50,7 +50,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from omni_actors.orchestrator.replay_state import ClientOutput, Phase, ReplayState
+from omni_actors.orchestrator.replay_state import Phase, ReplayState
 from omni_actors.protocol.messages import CLIENT
 
 
@@ -168,14 +168,13 @@ class _Survey:
 def _survey(state: ReplayState) -> _Survey:
     survey, done = _Survey(), set[str]()
     for name in reversed(state.route.stages):
-        stage = state.stages[name]
-        downstream = set(state.route.targets[name]) - {CLIENT} - done
-        needed = stage.output_open or any(name not in state.stages[each].inputs_complete for each in downstream)
+        stage, consumers = state.stages[name], set(state.route.targets[name]) - {CLIENT}
+        lacking = [each for each in consumers - done if name not in state.stages[each].inputs_complete]
+        needed = name in state.open_outputs or bool(lacking)
         if needed:
             survey.needed.add(name)
-        consumers = set(state.route.targets[name]) - {CLIENT}
         consumed = any(each in survey.in_use or _sends(state, survey, each) for each in consumers)
-        if stage.output in (ClientOutput.SOME, ClientOutput.ALL) or consumed:
+        if name in state.begun_outputs or consumed:
             survey.in_use.add(name)
         if not needed or stage.phase is Phase.FINISHED:
             done.add(name)

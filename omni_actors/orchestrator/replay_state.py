@@ -12,7 +12,6 @@ Rule 3: an event that a phase does not accept raises IllegalTransition and leave
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -65,24 +64,11 @@ TRANSITIONS: dict[Phase, dict[StageEvent, Phase]] = {
 }
 
 
-class ClientOutput(enum.Enum):
-    """How much of a stage's output the client's side has received."""
-
-    NOT_WANTED = "not wanted"
-    NONE = "none"
-    SOME = "some"
-    ALL = "all"
-
-
-_OPEN = (ClientOutput.NONE, ClientOutput.SOME)
-
-
 @dataclass(slots=True)
 class StageState:
-    """One stage's part in a request. All but ``phase`` and ``output`` belong to the incarnation that holds it."""
+    """One stage's part in a request. All but ``phase`` belongs to the incarnation that holds it."""
 
     phase: Phase = Phase.QUEUED
-    output: ClientOutput = ClientOutput.NOT_WANTED
     address: Address | None = None
     """The replica that holds the request, if a living one does."""
     restarted: bool = False
@@ -105,11 +91,6 @@ class StageState:
         """Whether it is to start again, and has not: it lacks all of its input."""
         return self.phase in (Phase.WAITING, Phase.RESTARTING)
 
-    @property
-    def output_open(self) -> bool:
-        """Whether the client still waits for output of this stage."""
-        return self.output in _OPEN
-
 
 class ReplayState:
     """The state of every stage of one request's route. ``stages`` is to be read only."""
@@ -117,15 +98,14 @@ class ReplayState:
     def __init__(self, route: Route) -> None:
         self.route = route
         self.recomputed: set[str] = set()
-        """The stages that were given up alive, because their outputs were evicted, to compute them again."""
+        """The stages that dropped the request alive, because their outputs were evicted, to compute them again."""
         self.input_evicted: str | None = None
         """Why the parent cannot send the client's input again; None while it can."""
         self.open_outputs = {stage for stage in route.stages if CLIENT in route.targets[stage]}
         """The stages of which the client still waits for output."""
-        self.stages = {
-            stage: StageState(output=ClientOutput.NONE if stage in self.open_outputs else ClientOutput.NOT_WANTED)
-            for stage in route.stages
-        }
+        self.begun_outputs = set[str]()
+        """The stages of which the client's side has received some output."""
+        self.stages = {stage: StageState() for stage in route.stages}
 
     # Transitions. Each raises AssertionError (IllegalTransition for a phase) and then changes nothing.
 
@@ -160,8 +140,7 @@ class ReplayState:
     def lost(self, stage: str) -> None:
         """The worker died or dropped the request: the facts about its incarnation no longer apply."""
         self._advance(StageEvent.LOSE, stage)
-        before = self.stages[stage]
-        self.stages[stage] = StageState(before.phase, before.output)
+        self.stages[stage] = StageState(self.stages[stage].phase)
 
     def wait_for(self, stages: Iterable[str]) -> None:
         """Let exactly these stages, whose workers died, wait to start again."""
@@ -171,10 +150,10 @@ class ReplayState:
 
     def output_arrived(self, stage: str, *, last: bool) -> None:
         """The client's side has received a new chunk of the stage."""
-        assert self.stages[stage].output_open, "the client waits for no output of the stage"
-        self.stages[stage].output = ClientOutput.ALL if last else ClientOutput.SOME
+        assert stage in self.open_outputs, "the client waits for no output of the stage"
+        self.begun_outputs.add(stage)
         if last:
-            self.open_outputs.discard(stage)
+            self.open_outputs.remove(stage)
 
     # Reading
 

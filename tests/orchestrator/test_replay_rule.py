@@ -19,7 +19,7 @@ from omni_actors.orchestrator.replay_rule import (
     idle_stages,
     unneeded_stages,
 )
-from omni_actors.orchestrator.replay_state import ClientOutput, Phase, ReplayState
+from omni_actors.orchestrator.replay_state import Phase, ReplayState
 from omni_actors.orchestrator.routes import Node, Route, plan
 from omni_actors.protocol.messages import CLIENT, Address
 
@@ -57,21 +57,27 @@ def state_of(
     phases: Mapping[str, Phase],
     *,
     complete: Collection[tuple[str, str]] = (),
-    output: Mapping[str, ClientOutput] | None = None,
+    some: Collection[str] = (),
+    whole: Collection[str] = (),
     evicted: Collection[str] = (),
     failed: Collection[str] = (),
     restarted: Collection[str] = (),
 ) -> ReplayState:
-    """Make a state. phases: of the stages that are not running. complete: (stage, source) pairs of complete inputs."""
+    """Make a state.
+
+    phases: of the stages that are not running. complete: (stage, source) pairs of complete inputs. some, whole: the
+    stages of which the client has some output, or all.
+    """
     state = ReplayState(route)
     for name, stage in state.stages.items():
         stage.phase = phases.get(name, Phase.RUNNING)
-        stage.output = (output or {}).get(name, stage.output)
         if stage.phase in (Phase.RUNNING, Phase.FINISHED, Phase.RESTARTING):
             stage.address, stage.restarted = Address(name, 0), name in restarted
             stage.inputs_complete = frozenset(source for other, source in complete if other == name)
             stage.evicted = "too large" if name in evicted or name in failed else None
             stage.replay_failure = "too large" if name in failed else None
+    for name in (*some, *whole):
+        state.output_arrived(name, last=name in whole)
     return state
 
 
@@ -92,12 +98,11 @@ def states(route: Route) -> Iterator[ReplayState]:
     emitters = [stage for stage in route.stages if CLIENT in route.targets[stage]]
     edges = {(stage, source) for stage in route.stages for source in upstream(route, stage)}
     phases = product((Phase.RUNNING, Phase.FINISHED, Phase.LOST), repeat=len(route.stages))
-    outputs = product((ClientOutput.NONE, ClientOutput.ALL), repeat=len(emitters))
-    for chosen, output in product(phases, outputs):
+    for chosen, whole in product(phases, subsets(emitters)):
         by_stage = dict(zip(route.stages, chosen, strict=True))
         living = {edge for edge in edges if by_stage[edge[0]] is not Phase.LOST}
         for complete in subsets(living):
-            yield state_of(route, by_stage, complete=complete, output=dict(zip(emitters, output, strict=True)))
+            yield state_of(route, by_stage, complete=complete, whole=whole)
 
 
 every_state = pytest.mark.parametrize(
@@ -108,7 +113,7 @@ every_state = pytest.mark.parametrize(
 
 def is_needed(state: ReplayState, stage: str) -> bool:
     """Whether more output of a stage is needed: by the client, or by a stage that has to send more itself."""
-    return state.stages[stage].output_open or any(
+    return stage in state.open_outputs or any(
         sends_more(state, name) and stage not in state.stages[name].inputs_complete
         for name in downstream(state.route, stage)
     )
@@ -189,7 +194,7 @@ def test_an_obstacle_to_replays_ends_only_requests_that_need_one(all_states: lis
         obstructed = deepcopy(state)
         for stage in obstructed.stages.values():
             stage.evicted = "too large" if stage.held else None
-            stage.output = ClientOutput.SOME if stage.output is ClientOutput.NONE else stage.output
+        obstructed.begun_outputs.update(obstructed.open_outputs)
         obstacles = {"recoverable": set(), "failed": set(state.stages), "charges": dict.fromkeys(state.stages, 2)}
         for on_failure in ("replay", "fail"):
             verdict = decide(obstructed, on_failure=on_failure, **obstacles)
@@ -233,28 +238,27 @@ def test_evicted_live_input_is_an_obstacle_for_the_stages_that_it_enters_only() 
 
 
 LOST, FINISHED = Phase.LOST, Phase.FINISHED
-NONE, SOME, ALL = ClientOutput.NONE, ClientOutput.SOME, ClientOutput.ALL
 IN_USE = Fail("stage 'b' is neither deterministic nor resumable, and its earlier output is in use")
 
 
 @pytest.mark.parametrize(
-    ("phases", "output", "verdict"),
+    ("phases", "some", "whole", "verdict"),
     [
-        pytest.param({"b": LOST}, {}, IN_USE, id="a living stage may have some"),
-        pytest.param({"b": LOST, "c": LOST}, {}, Replay(("b", "c")), id="no living stage has any"),
-        pytest.param({"b": LOST, "c": LOST}, {"b": SOME}, IN_USE, id="the client has some"),
-        pytest.param({"b": LOST, "c": LOST}, {"c": SOME}, IN_USE, id="the client has what was computed from it"),
-        pytest.param({"b": LOST, "c": FINISHED}, {"c": ALL}, IN_USE, id="the client has all that was made of it"),
-        pytest.param({"c": LOST}, {"b": SOME, "c": SOME}, Replay(("c",)), id="it lives and sends again"),
-        pytest.param({"b": LOST, "c": LOST}, {"b": ALL}, IN_USE, id="the client has all of it"),
-        pytest.param({"b": LOST, "c": FINISHED}, {"c": NONE}, IN_USE, id="a stage has finished and sends again"),
+        pytest.param({"b": LOST}, "", "", IN_USE, id="a living stage may have some"),
+        pytest.param({"b": LOST, "c": LOST}, "", "", Replay(("b", "c")), id="no living stage has any"),
+        pytest.param({"b": LOST, "c": LOST}, "b", "", IN_USE, id="the client has some"),
+        pytest.param({"b": LOST, "c": LOST}, "c", "", IN_USE, id="the client has what was computed from it"),
+        pytest.param({"b": LOST, "c": FINISHED}, "", "c", IN_USE, id="the client has all that was made of it"),
+        pytest.param({"c": LOST}, "bc", "", Replay(("c",)), id="it lives and sends again"),
+        pytest.param({"b": LOST, "c": LOST}, "", "b", IN_USE, id="the client has all of it"),
+        pytest.param({"b": LOST, "c": FINISHED}, "", "", IN_USE, id="a stage has finished and sends again"),
     ],
 )
 def test_a_stage_that_is_not_deterministic_restarts_if_its_output_is_not_in_use(
-    phases: dict[str, Phase], output: dict[str, ClientOutput], verdict: Verdict
+    phases: dict[str, Phase], some: str, whole: str, verdict: Verdict
 ) -> None:
     """The middle one of three stages is not deterministic."""
-    assert decide(state_of(THREE, phases, output=output), recoverable={"a", "c"}) == verdict
+    assert decide(state_of(THREE, phases, some=some, whole=whole), recoverable={"a", "c"}) == verdict
 
 
 def test_a_failed_part_of_a_replay_ends_the_request_if_the_part_is_needed() -> None:
@@ -305,4 +309,4 @@ def test_the_death_of_a_stage_whose_output_was_received_whole_costs_nothing() ->
 
 def test_a_restarted_stage_needs_its_source_though_the_client_has_all_of_its_output() -> None:
     """The client has all of b's output; b runs again for c, and then a, which feeds it, dies."""
-    assert decide(state_of(THREE, {"a": LOST}, output={"b": ALL}, restarted="b")) == Replay(("a",))
+    assert decide(state_of(THREE, {"a": LOST}, whole="b", restarted="b")) == Replay(("a",))

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from omni_actors.orchestrator.replay_state import (
-    TRANSITIONS,
-    ClientOutput,
-    Phase,
-    ReplayState,
-    StageEvent,
-    StageState,
-)
+from omni_actors.orchestrator.replay_state import TRANSITIONS, Phase, ReplayState, StageEvent, StageState
 from omni_actors.orchestrator.routes import Node, plan
 from omni_actors.protocol.messages import Address
 from omni_actors.transitions import IllegalTransition
@@ -91,26 +84,24 @@ def test_the_table_has_no_other_transition() -> None:
     assert set(TRANSITIONS) == set(Phase)
 
 
-OUTPUTS = {
-    (ClientOutput.NONE, False): ClientOutput.SOME,
-    (ClientOutput.SOME, False): ClientOutput.SOME,
-    (ClientOutput.NONE, True): ClientOutput.ALL,
-    (ClientOutput.SOME, True): ClientOutput.ALL,
-}
-"""For each state of a stage's output and each chunk (whether it is the last one), the state that follows."""
-
-
-@pytest.mark.parametrize(("output", "last"), list(product(ClientOutput, (False, True))))
-def test_each_chunk_in_each_state_of_the_output(output: ClientOutput, last: bool) -> None:
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_output_has_begun_with_its_first_chunk_and_is_open_until_its_last(earlier: int, last: bool) -> None:
     state = ReplayState(ROUTE)
-    state.stages["b"].output = output
-    if (output, last) in OUTPUTS:
-        state.output_arrived("b", last=last)
-        assert state.stages["b"].output is OUTPUTS[output, last]
-    else:
+    for _ in range(earlier):
+        state.output_arrived("b", last=False)
+    state.output_arrived("b", last=last)
+    assert (state.begun_outputs, state.open_outputs) == ({"b"}, set() if last else {"b"})
+
+
+@pytest.mark.parametrize("stage", ["a", "b"])
+def test_a_chunk_of_an_output_that_is_complete_or_not_wanted_changes_nothing(stage: str) -> None:
+    state = ReplayState(ROUTE)
+    state.output_arrived("b", last=True)
+    for last in (False, True):
         with pytest.raises(AssertionError):
-            state.output_arrived("b", last=last)
-        assert state.stages["b"].output is output
+            state.output_arrived(stage, last=last)
+    assert (state.begun_outputs, state.open_outputs) == ({"b"}, set())
 
 
 def running() -> ReplayState:
@@ -125,7 +116,8 @@ def test_a_lost_incarnation_leaves_only_what_the_client_has() -> None:
     state.unreplayable("b", "too large", failed=True)
     state.output_arrived("b", last=False)
     state.lost("b")
-    assert state.stages["b"] == StageState(Phase.LOST, ClientOutput.SOME)
+    assert state.stages["b"] == StageState(Phase.LOST)
+    assert state.begun_outputs == {"b"}
     assert state.placement == {"a": HERE}
     assert not state.is_held_by(Address("b", 0))
 
