@@ -115,12 +115,11 @@ class Readers:
     def slow_consumer(self, request: Request, limit: str) -> SlowConsumer:
         """Return the error for a request whose reader exceeds this limit."""
         account, now = request.account, trio.current_time()
-        rate = 0.0 if account.waiting_since is None else account.rate(now)
         return SlowConsumer(
             limit=limit,
             bound=getattr(self._limits, limit),
             unread_bytes=account.charged,
-            read_bytes_s=rate,
+            read_bytes_s=account.rate(now),
             waited_s=account.waited_s(now),
         )
 

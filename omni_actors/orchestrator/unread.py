@@ -74,8 +74,8 @@ class Account:
         return self.queued + self.undelivered
 
     def rate(self, now: float) -> float:
-        """Return the bytes per second that the client received since the wait began; infinity if there is no wait."""
-        return self.delivered / max(now - self.waiting_since, 1e-3) if self.waiting_since is not None else math.inf
+        """Return the bytes per second that the client received since the wait began; 0 if there is no wait."""
+        return 0.0 if self.waiting_since is None else self.delivered / max(now - self.waiting_since, 1e-3)
 
     def waited_s(self, now: float) -> float:
         """Return for how many seconds the request has waited for its reader."""
