@@ -182,7 +182,6 @@ class RequestInput:
         """Send nothing more and read nothing more. The iterators are closed; nothing is kept."""
         self._due.clear()
         self._drop(len(self._log), all_retained)
-        self.fixed = {}
         for scope in self._reading.values():
             scope.cancel()
 
