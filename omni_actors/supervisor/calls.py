@@ -74,11 +74,6 @@ class PendingCall:
         """How it has ended, also after the deadline; None: it has not."""
         self._ended = trio.Event()
 
-    @property
-    def unanswered(self) -> bool:
-        """Whether the worker lives and has not answered, also after the deadline."""
-        return self.reply is None
-
     def end(self, reply: Reply) -> None:
         """Give the call its reply."""
         self.reply = reply

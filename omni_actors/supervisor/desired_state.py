@@ -127,7 +127,7 @@ class DesiredState:
 
     def follow(self, part: Part, call: PendingCall) -> None:
         """Note how a worker answers, also after the deadline."""
-        if call.unanswered:
+        if call.reply is None:
             part.unanswered.add(call.address)
             call.on_end = partial(self.note_end, part, call)
 
