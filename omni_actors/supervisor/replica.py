@@ -125,16 +125,6 @@ class Replica:
         """Its state, as health and the live state show it: one that is being removed drains, also without a worker."""
         return ReplicaState.DRAINING if self.leaving and self.state is not ReplicaState.FAILED else self.state
 
-    def leave(self) -> None:
-        """Note that it is being removed."""
-        self.leaving = True
-        if self.state is ReplicaState.READY:
-            self.state, self.note = ReplicaState.DRAINING, "draining"
-
-    def stay(self) -> None:
-        """Note that it is not removed after all. Its worker is ready."""
-        self.leaving, self.state, self.note = False, ReplicaState.READY, "ready"
-
     @property
     def can_stay(self) -> bool:
         """Whether it is being removed, and its worker could still serve."""

@@ -135,12 +135,14 @@ class Supervisor:
 
     def drain(self, replica: Replica) -> None:
         """Give a replica that is to be removed no new request and no new worker."""
-        replica.leave()
+        replica.leaving = True
+        if replica.state is ReplicaState.READY:
+            replica.state, replica.note = ReplicaState.DRAINING, "draining"
         self.changes.unpark_all()
 
     def keep(self, replica: Replica) -> None:
         """Give a replica that drains, and has a ready worker, requests again."""
-        replica.stay()
+        replica.leaving, replica.state, replica.note = False, ReplicaState.READY, "ready"
         self.changes.unpark_all()
 
     async def remove(self, replica: Replica, reason: str | None) -> None:
