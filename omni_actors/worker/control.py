@@ -11,19 +11,19 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from omni_actors.protocol import messages, packets
 from ringbuf import Ring
 
 
-class AttachRing:
+class AttachRing(NamedTuple):
     """Command: this ring is now the edge from ``producer`` to ``consumer``. same_memory: see ``Connect``."""
 
-    def __init__(
-        self, producer: messages.Address, consumer: messages.Address, ring: Ring, *, same_memory: bool = False
-    ) -> None:
-        self.producer, self.consumer, self.ring, self.same_memory = producer, consumer, ring, same_memory
+    producer: messages.Address
+    consumer: messages.Address
+    ring: Ring
+    same_memory: bool = False
 
 
 class AttachCheckpoint:
@@ -134,8 +134,7 @@ def _commands(received: Sequence[messages.ControlMessage], fds: Sequence[int] = 
             commands.append(message)
         elif isinstance(message, messages.Connect):
             ring = Ring.attach(fds, generation=message.generation)
-            same = message.same_memory
-            commands.append(AttachRing(message.producer, message.consumer, ring, same_memory=same))
+            commands.append(AttachRing(message.producer, message.consumer, ring, message.same_memory))
         elif isinstance(message, messages.CheckpointMemory):
             commands += [AttachCheckpoint(message.request, fd) for fd in fds]  # none, if this process could have none
         else:
