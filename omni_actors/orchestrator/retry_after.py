@@ -36,16 +36,13 @@ class RetryAfterEstimator:
         assert request.finished is not None
         self._ended.append((request.route.stages, request.work, request.finished - request.submitted))
 
-    def retry_after_s(
-        self, in_flight: Collection[Request], now: float, measured: Mapping[str, float] | None = None
-    ) -> float:
+    def retry_after_s(self, in_flight: Collection[Request], now: float, measured: Mapping[str, float]) -> float:
         """Return the seconds until a place is expected to be free, from 1 to 60.
 
         in_flight: the oldest request first.
         now: CLOCK_MONOTONIC.
         measured: the stages whose engines know when the next of their requests ends, and the seconds until then.
         """
-        measured = measured or {}
         oldest = list(itertools.islice(in_flight, SAMPLED))
         others = [request for request in oldest if not measured.keys() & set(request.route.stages)]
         seconds = min(measured.values(), default=math.inf)

@@ -17,15 +17,15 @@ def request(work: float = 1.0, *, submitted: float = 0.0, took: float = 0.0, sta
 
 def test_without_experience_the_age_of_the_oldest_request_counts() -> None:
     estimator = RetryAfterEstimator()
-    assert estimator.retry_after_s([], 5.0) == 1.0
-    assert estimator.retry_after_s([request(), request(submitted=30.0)], 30.0) == pytest.approx(15.0)
+    assert estimator.retry_after_s([], 5.0, {}) == 1.0
+    assert estimator.retry_after_s([request(), request(submitted=30.0)], 30.0, {}) == pytest.approx(15.0)
 
 
 def test_one_of_n_requests_ends_in_an_nth_of_the_usual_duration() -> None:
     estimator = RetryAfterEstimator()
     for took in (10.0, 30.0):
         estimator.add(request(took=took))
-    assert estimator.retry_after_s([request()] * 4, 0.0) == pytest.approx(5.0)
+    assert estimator.retry_after_s([request()] * 4, 0.0, {}) == pytest.approx(5.0)
 
 
 def test_more_work_is_expected_to_take_longer() -> None:
@@ -33,8 +33,8 @@ def test_more_work_is_expected_to_take_longer() -> None:
     estimator = RetryAfterEstimator()
     for _ in range(RECENT):
         estimator.add(request(4.0, took=1.0))
-    assert estimator.retry_after_s([request(50.0)] * 2, 0.0) == pytest.approx(6.25)
-    assert estimator.retry_after_s([request(4.0), request(50.0)], 0.0) == pytest.approx(3.375)
+    assert estimator.retry_after_s([request(50.0)] * 2, 0.0, {}) == pytest.approx(6.25)
+    assert estimator.retry_after_s([request(4.0), request(50.0)], 0.0, {}) == pytest.approx(3.375)
 
 
 def test_routes_have_a_pace_of_their_own() -> None:
@@ -44,9 +44,9 @@ def test_routes_have_a_pace_of_their_own() -> None:
         estimator.add(request(2.0**20, took=20.0, stages=("denoiser",)))
         estimator.add(request(took=4.0, stages=("llm",)))
     questions, pictures = [request(stages=("llm",))] * 2, [request(2.0**20, stages=("denoiser",))] * 2
-    assert estimator.retry_after_s(questions, 0.0) == pytest.approx(2.0)
-    assert estimator.retry_after_s(pictures, 0.0) == pytest.approx(10.0)
-    assert estimator.retry_after_s(questions + pictures, 0.0) == pytest.approx(3.0)
+    assert estimator.retry_after_s(questions, 0.0, {}) == pytest.approx(2.0)
+    assert estimator.retry_after_s(pictures, 0.0, {}) == pytest.approx(10.0)
+    assert estimator.retry_after_s(questions + pictures, 0.0, {}) == pytest.approx(3.0)
 
 
 def test_what_an_engine_measures_counts_in_place_of_the_latest_durations() -> None:
@@ -54,7 +54,7 @@ def test_what_an_engine_measures_counts_in_place_of_the_latest_durations() -> No
     estimator = RetryAfterEstimator()
     estimator.add(request(took=50.0, stages=("encoder", "denoiser")))
     pictures = [request(stages=("encoder", "denoiser"))] * 2
-    assert estimator.retry_after_s(pictures, 0.0) == pytest.approx(25.0)
+    assert estimator.retry_after_s(pictures, 0.0, {}) == pytest.approx(25.0)
     assert estimator.retry_after_s(pictures, 0.0, {"denoiser": 20.0}) == pytest.approx(20.0)
     assert estimator.retry_after_s(pictures, 0.0, {"denoiser": 30.0, "other": 28.0}) == pytest.approx(28.0)
     estimator.add(request(took=8.0, stages=("llm",)))
@@ -65,5 +65,5 @@ def test_what_an_engine_measures_counts_in_place_of_the_latest_durations() -> No
 def test_the_estimate_is_bounded() -> None:
     estimator = RetryAfterEstimator()
     estimator.add(request(took=1e6))
-    assert estimator.retry_after_s([request()], 0.0) == 60.0
-    assert RetryAfterEstimator().retry_after_s([request()], 0.01) == 1.0
+    assert estimator.retry_after_s([request()], 0.0, {}) == 60.0
+    assert RetryAfterEstimator().retry_after_s([request()], 0.01, {}) == 1.0
