@@ -53,6 +53,11 @@ class EngineCalls:
         """Whether the system was closed, or shut down."""
         return self._all_ended.is_set() or self._lifetime.cancel_called
 
+    def _require_running(self) -> None:
+        """Raise SystemClosed if the system has closed."""
+        if not self._running or self.is_stopped:
+            raise SystemClosed
+
     async def call(
         self,
         capability: str,

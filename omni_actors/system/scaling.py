@@ -151,8 +151,7 @@ class ScaleControl(Control):
 
     def _require_open(self, stage: str, *, is_needed: bool) -> None:
         """Raise SystemClosed or StageAsleep if a stage cannot be scaled now."""
-        if not self._running or self.is_stopped:
-            raise SystemClosed
+        self._require_running()
         if stage in self._orchestrator.closures.asleep and not is_needed:
             raise StageAsleep(stage)
 
