@@ -80,7 +80,7 @@ def plan(nodes: Mapping[str, Node], kinds: Iterable[str], modalities: Iterable[s
     entries = {name: accepted for name, accepted in entries.items() if accepted}
     unused = kinds - {kind for accepted in entries.values() for kind in accepted}
     unmet = modalities - {nodes[name].emits for name in stages}
-    if not stages or unused or unmet:
+    if unused or unmet:
         raise InvalidRequest(
             f"no route from input {_words(unused or kinds)} to output {_words(unmet or modalities)}", param="modalities"
         )
