@@ -4,8 +4,8 @@ All state belongs to the event loop and is changed by synchronous calls.
 
 Rules
 1. A request ends once, in ``Orchestrator._end``: it gets its outcome, its client is woken, and every stage that still
-   holds it gets an ``Abort``. It gives back its place when its client has everything too; until then its deadline
-   counts (see ``readers``).
+   has work or chunks of it gets an ``Abort``. Then it gives back its place, as soon as its client lacks little output
+   (``unread``). Its deadline counts until the client has everything (``readers``).
 2. Nothing here waits for a worker.
 3. Bounded are: requests (``max_requests``), outputs that clients do not have yet (``output_bytes`` per request,
    ``unread_bytes`` in all), time (the deadline), and the chunks retained for a replay (``retain_bytes`` per stage and
