@@ -8,17 +8,15 @@ import logging
 import pkgutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import trio
 
 from omni_actors.config import Pipeline
-from omni_actors.errors import ConfigError, InvalidRequest, Unsupported
+from omni_actors.errors import ConfigError, Unsupported
 from omni_actors.metrics import Metrics
-from omni_actors.orchestrator.routes import Node, plan
+from omni_actors.orchestrator.routes import Node, reachable
 from omni_actors.stages import assets
 from omni_actors.system.control import Control
 
@@ -66,14 +64,7 @@ class Information(Control):
     async def get_supported_tasks(self) -> tuple[str, ...]:
         """Return what the pipeline can do: "generate" (text), "images", "speech", "transcription"."""
         await trio.lowlevel.checkpoint()
-        kinds = {kind for node in self._nodes.values() for kind in node.accepts}
-        modalities = {node.emits for node in self._nodes.values() if node.emits}
-        tasks = set()
-        for pair in product(kinds, modalities):
-            if (task := TASKS.get(pair)) is not None:
-                with suppress(InvalidRequest):
-                    plan(self._nodes, pair[:1], pair[1:])
-                    tasks.add(task)
+        tasks = {task for (kind, modality), task in TASKS.items() if modality in reachable(self._nodes, [kind])}
         return tuple(sorted(tasks))
 
     @functools.cached_property
