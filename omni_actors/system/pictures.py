@@ -94,12 +94,6 @@ def _pictures_of(pipeline: Pipeline, by_stage: Mapping[str, Mapping[str, Any]]) 
             continue
         options = pipeline.options(stage)
         size, steps = (params.get(name) or options.get(name) for name in ("size", "steps"))
-        pixels = _pixels(size)
-        known = (size, pixels) if pixels is not None else (str(_USUAL_PIXELS), _USUAL_PIXELS)
+        sides = sides_of(size)
+        known = (str(_USUAL_PIXELS), _USUAL_PIXELS) if sides is None else (size, sides[0] * sides[1])
         yield *known, steps if isinstance(steps, int) else _USUAL_STEPS
-
-
-def _pixels(size: Any) -> int | None:
-    """Return the pixels of a size; None if it names none."""
-    sides = sides_of(size)
-    return None if sides is None else sides[0] * sides[1]
