@@ -173,8 +173,8 @@ def _survey(state: ReplayState) -> _Survey:
         needed = name in state.open_outputs or bool(lacking)
         if needed:
             survey.needed.add(name)
-        consumed = any(each in survey.in_use or _sends(state, survey, each) for each in consumers)
-        if name in state.begun_outputs or consumed:
+        may_send = any(state.stages[each].held for each in consumers & survey.needed)
+        if name in state.begun_outputs or may_send or not survey.in_use.isdisjoint(consumers):
             survey.in_use.add(name)
         if not needed or stage.phase is Phase.FINISHED:
             done.add(name)
@@ -200,8 +200,3 @@ def _starting_again(state: ReplayState, survey: _Survey, recoverable: Set[str]) 
             if failed or consumers[0] in found:
                 found.add(name)
     return found
-
-
-def _sends(state: ReplayState, survey: _Survey, stage: str) -> bool:
-    """Whether a living stage may still send what it has computed."""
-    return state.stages[stage].held and stage in survey.needed
