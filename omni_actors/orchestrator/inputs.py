@@ -19,14 +19,12 @@ from omni_actors.orchestrator.pieces import Input
 from omni_actors.orchestrator.replay_state import Phase
 from omni_actors.orchestrator.request import EndRequest, Request
 from omni_actors.orchestrator.request_input import Cursor, RetainedInput
+from omni_actors.protocol.chunks import OVERHEAD_BYTES
 from omni_actors.protocol.messages import CLIENT, MAX_BYTES, Address
 from omni_actors.supervisor.edges import Edges, InputEdge
 
 PARAMS_BYTES = MAX_BYTES // 2
 """Largest encoded size of a request's parameters for one stage: they travel in one control message."""
-
-OVERHEAD_BYTES = 512
-"""About the size of the objects around a retained piece, so that the bound covers many small pieces, too."""
 
 INPUTS_A_TURN = 16
 """How many pieces of one request, or from one queue, are sent before other tasks run."""

@@ -31,6 +31,8 @@ DIGEST_BYTES, RUN_BYTES = 4096, 16
 runs of those in between. A digest of all bytes of a large chunk would take as long as a dozen copies of it. Single
 bytes in place of runs, each on a cache line of its own, took two thirds of a copy of 1 MiB."""
 RUNS = DIGEST_BYTES // RUN_BYTES
+OVERHEAD_BYTES = 512
+"""About the size of the objects around a retained chunk, so that a bound covers many small chunks, too."""
 
 
 class ArenaName(msgspec.Struct, frozen=True, array_like=True):

@@ -17,14 +17,12 @@ from typing import NamedTuple
 import msgspec
 
 from omni_actors.protocol import chunks
+from omni_actors.protocol.chunks import OVERHEAD_BYTES
 from omni_actors.protocol.messages import Bounds
 from omni_actors.stages.base import TensorLike
 from omni_actors.worker.arena import Arena
 from omni_actors.worker.pinning import UNPINNED, Pinning
 from ringbuf import Producer, Ring, RingClosed, Tensor
-
-OVERHEAD_BYTES = 512
-"""About the size of the objects around a retained chunk, so that the bound covers many small chunks, too."""
 
 
 class Output(NamedTuple):

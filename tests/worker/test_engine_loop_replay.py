@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from omni_actors.protocol.chunks import OVERHEAD_BYTES
 from omni_actors.protocol.messages import (
     CLIENT,
     CLIENT_ADDRESS,
@@ -23,7 +24,6 @@ from omni_actors.protocol.messages import (
 )
 from omni_actors.stages.base import StageOutput, StageRequest
 from omni_actors.stages.echo.engine import EchoEngine
-from omni_actors.worker.outgoing import OVERHEAD_BYTES
 from ringbuf import Consumer
 from tests.support.engine_loop_harness import LoopHarness, echo, open_harness, receive, send
 from tests.support.stage_context import stage_context
