@@ -60,6 +60,11 @@ def require_seconds(param: str, given: Any, expected: str = "seconds from 0 on",
         raise InvalidRequest(f"{param}: expected {expected}, found {given!r:.200}", param=param)
 
 
+def is_printable(given: Any, longest: int) -> bool:
+    """Return whether an argument is a text of 1 to ``longest`` printable characters."""
+    return isinstance(given, str) and 0 < len(given) <= longest and given.isprintable()
+
+
 def explained(error: Exception, schema: Any, given: Any) -> tuple[str, str]:
     """Return the message of a validation error with what is accepted, and the path of the wrong value.
 

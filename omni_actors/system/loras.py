@@ -26,6 +26,7 @@ from omni_actors.stages.adapters import files
 from omni_actors.stages.adapters.options import KEEP, LOAD, Adapter
 from omni_actors.supervisor.calls import Reply
 from omni_actors.system.control import Control
+from omni_actors.validation import is_printable
 
 LOAD_TIMEOUT_S = 60.0
 PARAMETER = "lora"
@@ -113,7 +114,7 @@ class LoraControl(Control):
             CallError: No worker of a stage has loaded it in time, or the stage has no replicas.
         """
         directory = _absolute(directory)
-        if not _is_name(name) or name == self.pipeline.name:
+        if not is_printable(name, LONGEST_NAME) or name == self.pipeline.name:
             accepted = f"1 to {LONGEST_NAME} printable characters, not the pipeline's name"
             raise InvalidRequest(f"name: found {name!r:.200}; accepted: {accepted}", param="name")
         digest = (await trio.to_thread.run_sync(files.read, directory)).digest
@@ -204,10 +205,6 @@ class LoraControl(Control):
                             await self.set_desired(KEEP, kept_before, stages=(other,), timeout_s=timeout_s)
                     raise
                 told[stage] = was
-
-
-def _is_name(given: Any) -> bool:
-    return isinstance(given, str) and 0 < len(given) <= LONGEST_NAME and given.isprintable()
 
 
 def _absolute(directory: str | Path) -> str:

@@ -32,7 +32,7 @@ from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.system.calls import CALL_TIMEOUT_S, Replies
 from omni_actors.system.control import Control, PauseMode
 from omni_actors.system.kept_updates import CAPABILITY, KeptUpdates, files_at, key_of
-from omni_actors.validation import require_seconds
+from omni_actors.validation import is_printable, require_seconds
 
 UPDATE_TIMEOUT_S = 300.0
 LONGEST_VERSION = 256
@@ -133,7 +133,7 @@ class WeightControl(Control):
         the requests changes nothing. Later, the update goes on to its end. SystemClosed: the system is closed, or
         closes meanwhile.
         """
-        if version is not None and not _is_version(version):
+        if version is not None and not is_printable(version, LONGEST_VERSION):
             message = f"version: expected 1 to {LONGEST_VERSION} printable characters, found {version!r:.200}"
             raise InvalidRequest(message, param="version")
         if not isinstance(path, Mapping) and not _is_path(path):
@@ -359,10 +359,6 @@ class WeightControl(Control):
         return replies
 
 
-def _is_version(given: Any) -> bool:
-    return isinstance(given, str) and 0 < len(given) <= LONGEST_VERSION and given.isprintable()
-
-
 def _is_path(given: Any) -> bool:
     return isinstance(given, str | PathLike)
 
@@ -370,7 +366,7 @@ def _is_path(given: Any) -> bool:
 def _version_at(path: Path) -> str:
     """Return the version of the weights at a path whose caller has named none."""
     name = os.path.basename(os.path.abspath(path))
-    return name if _is_version(name) else repr(name)[:LONGEST_VERSION]
+    return name if is_printable(name, LONGEST_VERSION) else repr(name)[:LONGEST_VERSION]
 
 
 def _failed(reply: Reply) -> bool:
