@@ -281,7 +281,7 @@ class Orchestrator:
         elif request.pieces:
             self._cut(request, errors.Aborted())
         else:
-            self.readers.close(request)
+            self.readers.deliver(request, request.account.undelivered)  # its reader reads no more
 
     @trio.lowlevel.enable_ki_protection
     def abort_all(self, reason: str | None = None, stages: Collection[str] | None = None) -> None:

@@ -164,11 +164,6 @@ class Readers:
         """Record that the client has ``size`` of the undelivered bytes."""
         self._apply(request, self.unread.deliver(request.account, size, trio.current_time()))
 
-    @trio.lowlevel.enable_ki_protection
-    def close(self, request: Request) -> None:
-        """Record that the reader of an ended request reads no more."""
-        self.deliver(request, request.account.undelivered)
-
     # Internal.
 
     def _apply(self, request: Request, changed: list[Account]) -> None:
