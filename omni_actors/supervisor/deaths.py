@@ -44,7 +44,7 @@ class DeathHandler:
         replica.history.append(Death(replica.generation, time.time(), exit))
         incarnation.advance(IncarnationEvent.DIE)
         incarnation.calls.lose(exit, raised=incarnation.failed_call)
-        blameless = incarnation.stopped_with_another or incarnation.failed_call or incarnation.took_back
+        blameless = incarnation.ended_from_outside or incarnation.failed_call
         counts = blameless or self._listener.on_worker_died(replica.address, exit, incarnation.failed_request)
         counts = counts and not incarnation.took_back
         if incarnation.ready.is_set():
@@ -83,7 +83,9 @@ class DeathHandler:
             replica.recent_restarts += (now,)
         incarnation.restarts_with = tuple(each.address for each in others)
         for each in others:  # before the death is reported: nothing is to be sent to them any more
-            each.state, each.incarnation.stopped_with_another = ReplicaState.RESTARTING, True
+            each.incarnation.stopped_with_another = True
+            if each.state is not ReplicaState.FAILED:
+                each.state = ReplicaState.RESTARTING
             each.incarnation.reason = f"restarted with stage {replica.address.stage!r} ({replica.policy.strategy})"
             each.incarnation.stop()
 

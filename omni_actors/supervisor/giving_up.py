@@ -10,12 +10,12 @@ from omni_actors.supervisor.replica import Replica
 def why_given_up(replica: Replica, exit: WorkerExit, *, counts: bool) -> str | None:
     """Return why a replica is given up after a death; None if it is restarted. counts: against its intensity."""
     policy, incarnation = replica.policy, replica.incarnation
-    if incarnation.stopped_with_another:
-        return f"{exit}; it is temporary" if policy.type == "temporary" else None
-    if cannot_load(replica):
+    if incarnation.stopped_with_another and policy.type == "temporary":
+        return f"{exit}; it is temporary"
+    if cannot_load(replica) and not incarnation.stopped_with_another:
         return incarnation.load_error
-    if incarnation.took_back:
-        return None
+    if incarnation.ended_from_outside:
+        return None if replica.failure is None else replica.failure.reason  # its try has proved nothing
     if never := restart.why_never_restarted(policy, exit):
         return never
     recent = len(replica.recent_restarts)
@@ -33,8 +33,11 @@ def plan_retry(replica: Replica, exit: WorkerExit, now: float) -> None:
         replica.failed_tries = 0
     if cannot_load(replica):
         replica.recent_restarts = (now,) * policy.intensity  # none is left for the next try
+    if replica.failure is not None and incarnation.ended_from_outside:
+        replica.retry_at = now + restart.restart_delay_s(policy, len(replica.recent_restarts))
+        return
     is_reported = replica.added and cannot_load(replica)
-    if incarnation.stopped_with_another or is_reported or restart.why_never_restarted(policy, exit):
+    if is_reported or restart.why_never_restarted(policy, exit):
         return
     delay_s = restart.retry_delay_s(policy, replica.failed_tries)
     replica.retry_at = None if delay_s is None else now + delay_s

@@ -101,7 +101,7 @@ class Incarnation:
         """The parts of the desired state that its worker was configured with."""
         self.took_back = False
         """Whether it ends because a part of the desired state was taken back. The replica then starts again in any
-        case, and that does not count against its intensity."""
+        case, and that does not count against its intensity. One that was given up stays so meanwhile."""
         self.load_error: str | None = None
         self.no_place: str | None = None
         """Why no node has room for it, while it waits for a place; else None."""
@@ -124,6 +124,11 @@ class Incarnation:
     def running(self) -> bool:
         """Whether it starts or serves, and is not being stopped."""
         return self.state in (_State.STARTING, _State.READY)
+
+    @property
+    def ended_from_outside(self) -> bool:
+        """Whether its end says nothing of its replica: another one died, or desired state was taken back."""
+        return self.stopped_with_another or self.took_back
 
     def advance(self, event: IncarnationEvent) -> None:
         """Make a transition. Raises IllegalTransition; the state is then unchanged."""

@@ -80,6 +80,7 @@ class Replica:
     load_s: float | None = None
     """Seconds that its last ready worker took to load."""
     failure: StageFailed | None = None
+    """Why it was given up; None if it was not, or has been ready or woken since."""
     retry_at: float | None = None
     """When a replica that was given up is tried again, on trio's clock; None if it was not given up, or for good."""
     outage: Outage | None = None

@@ -10,7 +10,9 @@ Rules
    start succeeds they are not forgotten, however long each takes. Restarts caused by another worker's death do not
    count. Of the deaths that one request causes, only the first counts.
 4. A replica that rule 3 gave up is tried again after ``retry_s``, with one worker. If that worker fails too, the time
-   until the next try doubles. A worker that served for longer than ``period_s`` resets that time.
+   until the next try doubles. A worker that served for longer than ``period_s`` resets that time. A worker that ends
+   before it is ready because another one died, or a part of its desired state was taken back, proves nothing: the
+   replica is tried again after the delay of a restart.
 5. No clock here: time is an argument, in seconds.
 """
 

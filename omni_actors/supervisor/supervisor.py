@@ -11,8 +11,8 @@ Rules
    so that the caller of ``OmniSystem.open`` gets the reason.
 4. A worker that is not ready in time, or whose engine loop makes no progress in time, is killed (``heartbeat``).
 5. Events are reported to one listener, in order, by plain calls. Reporting never waits for a worker.
-6. A replica that was given up for its intensity is tried again later (``restart``, rule 4). It stays FAILED until the
-   new worker is ready.
+6. A replica that was given up for its intensity is tried again later (``restart``, rule 4). It stays FAILED until a
+   new worker is ready, or its stage is woken.
 7. A replica that is to be removed gets no new worker, whatever becomes of its last one.
 8. Tasks that live on have the context variables of ``run``, not those of the call that started them: what is logged of
    a replica later has nothing to do with the request that added it.
@@ -120,7 +120,7 @@ class Supervisor:
         woken = [each for each in self.replicas.values() if each.address.stage in stages and each.asleep]
         for each in woken:
             each.asleep, each.state, each.note = False, ReplicaState.RESTARTING, "waking up"
-            each.outage = each.retry_at = None
+            each.outage = each.failure = each.retry_at = None
         with trio.CancelScope(shield=True):
             await self._start(woken)
 

@@ -16,6 +16,7 @@ from omni_actors.config import Restart
 from omni_actors.protocol.messages import (
     Address,
     EngineFailed,
+    LoadFailed,
 )
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.supervisor.restart import restart_delay_s
@@ -303,6 +304,46 @@ async def test_a_replica_that_was_given_up_is_tried_again_at_growing_intervals(
         system.worker("a").die(exit_code=1)
         await trio.sleep(10.5)
         assert replica.state is ReplicaState.READY, "it had served for long, so the interval begins anew"
+
+
+@pytest.mark.parametrize("why", ["taken back", "stopped with another"])
+async def test_a_replica_stays_given_up_when_its_try_ends_for_a_reason_outside_it(
+    autojump_clock: trio.testing.MockClock, why: str
+) -> None:
+    """It is tried again soon, as after the first death: neither the interval nor the reason changes."""
+    policy = replace(POLICY, intensity=0, retry_s=10.0, retry_max_s=1000.0)
+    all_restart = replace(POLICY, strategy="one_for_all")
+    system = SimulatedSystem({"a": (), "b": ()}, a={"restart": policy}, b={"restart": all_restart})
+    async with system.running():
+        replica = system.supervisor.replicas[Address("a", 0)]
+        system.worker("a").die(exit_code=1)
+        await trio.testing.wait_all_tasks_blocked()
+        reason = system.failures[0].reason
+        system.supervisor.desired.set("a", "adapters", {"names": ["wrong"]})
+        system.prepare = lambda worker: setattr(worker, "load_s", math.inf)
+        await trio.sleep(10.5)
+        (part,) = system.supervisor.desired.parts("a")
+        assert replica.incarnation.parts == (part,), "it is being tried"
+        system.prepare = lambda worker: None
+        if why == "taken back":
+            system.worker("a").send(LoadFailed("no such adapter", 0))
+            system.worker("a").die(exit_code=1)
+        else:
+            system.worker("b").die(exit_code=1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert (replica.state, part.taken_back) == (ReplicaState.FAILED, why == "taken back")
+        assert replica.retry_at is not None
+        assert replica.retry_at <= trio.current_time() + POLICY.backoff_max_s
+        assert {failure.reason for failure in system.failures} == {reason}
+        await trio.sleep_until(replica.retry_at)
+        await system.settle()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (replica.state, replica.generation, replica.failure) == (ReplicaState.READY, 3, None)
+        await trio.sleep(POLICY.backoff_max_s)
+        assert system.generations() == {"a.0": 3, "b.0": 1 if why == "taken back" else 2}, "each started once"
+        system.worker("a").die(exit_code=1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert replica.retry_at == trio.current_time() + 20.0
 
 
 async def test_deaths_that_do_not_count_never_give_up_a_replica(autojump_clock: trio.testing.MockClock) -> None:
