@@ -5,7 +5,8 @@ When a worker ends by an exception, a crash signal or a hang, the requests that 
 Rules
 1. If the engine raised in a call for one request, the suspects are that request and those with its fingerprint.
    Otherwise all requests that the worker was working on are suspects.
-2. Suspects with the same fingerprint form a unit. One of them is tried, and the others share its result.
+2. Suspects with the same fingerprint form a unit. One of them is tried, and the others share its result. If one of
+   them becomes a suspect of another stage, those that wait for that stage follow it.
 3. Suspects wait in groups. One group of a stage is on trial at a time, on a replica that takes no other request
    meanwhile. A unit is cleared when the stage has finished its tried request, or when it turns out that the stage had
    nothing more to do for one of its requests. A group is cleared when its probation is over and its worker has answered
@@ -209,14 +210,21 @@ class Trials:
             group.address, group.ends_at, group.on_trial, group.is_alone = None, math.inf, (), False
 
     def _group_for(self, stage: str, suspects: Sequence[Request], now: float) -> Group:
-        """Return the known culprit's group if all suspects have its fingerprint, else a new one."""
+        """Return the known culprit's group if all suspects have its fingerprint, else a new one.
+
+        The suspects leave their earlier groups for it, with others that are like them and wait for the stage.
+        """
         fingerprints = {each.fingerprint for each in suspects}
         culprits = (each for each in self.groups if each.stage == stage and each.is_culprit)
         group = next((each for each in culprits if each.units.keys() == fingerprints), None)
         group = group or Group(stage, {}, has_culprit=True, since=now)
-        for request in suspects:
-            if self.group_of.get(request) is not group:
-                self._remove(request)
+        alike = [
+            each for each in self.group_of if each.fingerprint in fingerprints and stage in each.replay_state.waiting
+        ]
+        for request in dict.fromkeys([*suspects, *alike]):
+            if (left := self.group_of.get(request)) is not group:
+                if self._remove(request) and left is not None:
+                    self._doubt(left)
                 self._add(request, group)
         return group
 
@@ -244,8 +252,7 @@ class Trials:
     def drop(self, request: Request) -> bool:
         """Remove a request that ended without a result. Return whether its unit is gone.
 
-        It may have been the culprit. So if its unit ends with it, the rest of its group may contain none, and neither
-        may the half that was known to contain it if this one did not.
+        It may have been the culprit: see ``_doubt``.
         """
         group = self.group_of.get(request)
         if group is None:
@@ -255,12 +262,20 @@ class Trials:
             if was_tried:
                 self.return_replica(group.address)
             return False
+        self._doubt(group)
+        return True
+
+    def _doubt(self, group: Group) -> None:
+        """Handle that a unit has left a group without a result: it may have been the culprit.
+
+        The rest of the group may contain none, and neither may the half that was known to contain it if this one did
+        not.
+        """
         for doubtful in (group, group.other_half):
             if doubtful is not None and doubtful.has_culprit and len(doubtful.units) > 1:
                 self._split(doubtful, doubtful.since).other_half = None
         group.has_culprit = False
         group.clear_other_half()
-        return True
 
     def clear(self, request: Request) -> None:
         """Remove a request that its stage has finished, and the others of its unit."""

@@ -244,10 +244,13 @@ def quick_workers() -> tuple[SimulatedSpawner, dict[str, float]]:
 
 
 def long_request(omni: OmniSystem, name: str, *, pieces: int = 3000, fails_at: int = -1) -> Generation:
-    """Submit a request of many outputs. The second stage's engine raises at the one with number ``fails_at``."""
-    parts = [Input({"piece": number, "of": name}) for number in range(pieces)]
+    """Submit a request of many outputs. The second stage's engine raises at the one with number ``fails_at``.
+
+    Requests that fail at the same one are equal.
+    """
+    parts = [Input({"piece": number, "of": "x" if fails_at >= 0 else name}) for number in range(pieces)]
     if fails_at >= 0:
-        parts[fails_at] = Input({"of": name, "echo": {"stage": "second", "raise": "feed"}})
+        parts[fails_at] = Input({"echo": {"stage": "second", "raise": "feed"}})
     return omni.submit({"script": parts}, ["audio"], deadline_s=3000, request_id=name)
 
 
@@ -278,22 +281,27 @@ async def test_a_replica_that_a_suspect_leaves_takes_the_requests_that_wait_for_
         nursery.cancel_scope.cancel()
 
 
+def good_ones_at_deaths_of_second(omni: OmniSystem) -> list[set[str]]:
+    """Return a list that gets the names of the other requests with which the second stage's worker dies each time."""
+    suspects, dispatcher = omni._orchestrator._suspects, omni._orchestrator._dispatcher
+    find, found = suspects.worker_died, list[set[str]]()
+
+    def noted(address: Address, exit: WorkerExit, failed: int | None) -> bool:
+        if address == SECOND:
+            held = [each for each in dispatcher.running() if each.replay_state.is_held_by(SECOND)]
+            found.append({each.name for each in held if "second" not in each.stats and "good" in each.name})
+        return find(address, exit, failed)
+
+    suspects.worker_died = noted  # type: ignore[method-assign]
+    return found
+
+
 async def test_a_culprit_that_was_tried_with_others_in_another_stage_runs_alone(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     spawner, _ = quick_workers()
-    beside: list[set[str]] = []
     async with OmniSystem.open(two_stages("echo", "echo"), spawner=spawner) as omni, trio.open_nursery() as nursery:
-        suspects, dispatcher = omni._orchestrator._suspects, omni._orchestrator._dispatcher
-        find = suspects.worker_died
-
-        def noted(address: Address, exit: WorkerExit, failed: int | None) -> bool:
-            if address == SECOND:
-                held = [each for each in dispatcher.running() if each.replay_state.is_held_by(SECOND)]
-                beside.append({each.name for each in held if "second" not in each.stats} - {"bad"})
-            return find(address, exit, failed)
-
-        suspects.worker_died = noted  # type: ignore[method-assign]
+        beside = good_ones_at_deaths_of_second(omni)
         nursery.start_soon(discard, long_request(omni, "bad", fails_at=60))
         for number in range(3):
             nursery.start_soon(discard, long_request(omni, f"good {number}"))
@@ -302,4 +310,25 @@ async def test_a_culprit_that_was_tried_with_others_in_another_stage_runs_alone(
         await trio.sleep(CULPRIT_WAIT_S + REPLICA_DRAIN_S)
         assert len(beside) >= 1
         assert not any(beside[1:]), "only its first death may harm others"
+        nursery.cancel_scope.cancel()
+
+
+async def test_requests_that_wait_for_the_trial_of_an_equal_one_follow_it_to_another_stage(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The suspect of the first stage becomes the culprit of the second one. Those that are like it run alone, too."""
+    spawner, _ = quick_workers()
+    async with OmniSystem.open(two_stages("echo", "echo"), spawner=spawner) as omni, trio.open_nursery() as nursery:
+        trials, beside = omni._orchestrator._dispatcher.trials, good_ones_at_deaths_of_second(omni)
+        nursery.start_soon(discard, long_request(omni, "bad", fails_at=60))
+        await trio.sleep(0.3)
+        spawner.living[FIRST].die(exit_code=1)
+        await until(lambda: bool(trials))
+        for number in range(2):
+            nursery.start_soon(discard, long_request(omni, f"bad {number}", fails_at=60))
+        await until(lambda: bool(beside))
+        for number in range(3):
+            nursery.start_soon(discard, long_request(omni, f"good {number}"))
+        await trio.sleep(CULPRIT_WAIT_S + REPLICA_DRAIN_S)
+        assert not any(beside), "they harm others"
         nursery.cancel_scope.cancel()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from omni_actors.config import Limits
 from omni_actors.errors import WorkerExit
 from omni_actors.orchestrator.pieces import Input
+from omni_actors.orchestrator.replay_state import StageState
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.routes import Route
 from omni_actors.orchestrator.trials import (
@@ -32,7 +33,7 @@ WORKER = Address(STAGE, 0)
 ROUTE = Route((STAGE,), {}, {STAGE: (CLIENT,)}, {})
 
 
-def request(number: int, text: str | None = None) -> Request:
+def request(number: int | None, text: str | None = None) -> Request:
     inputs = {"script": [Input({"text": text or f"text {number}"})]}
     return Request(
         name=f"r{number}",
@@ -305,6 +306,20 @@ def test_a_new_request_joins_the_unit_of_its_fingerprint() -> None:
     assert trials.join(alike)
     assert not trials.join(other)
     assert trials.requests_of_unit(suspect) == [alike]
+
+
+def test_a_unit_that_goes_to_another_stage_leaves_no_known_culprit_behind() -> None:
+    """It may have been the culprit, so the other request is not charged by elimination."""
+    suspect, other, alike = request(1, "alike"), request(2), request(None, "alike")
+    trials = Trials()
+    trials.worker_died(WORKER, [suspect, other], None, 0.0)
+    trials.join(alike)
+    elsewhere = Address("another", 0)
+    alike.replay_state.stages["another"] = StageState()
+    trials.worker_died(elsewhere, [suspect], suspect, 0.0)
+    assert trials.group_of[alike] is trials.group_of[suspect]
+    assert trials.group_of[suspect].is_culprit
+    assert not trials.group_of[other].has_culprit
 
 
 @pytest.mark.parametrize(
