@@ -12,7 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from omni_actors.orchestrator.replay_rule import Untouched
 from omni_actors.orchestrator.request import Request
 from omni_actors.orchestrator.resumption import Resumption
 from omni_actors.orchestrator.stream import OutputStream
+from omni_actors.orchestrator.suspects import Suspects
+from omni_actors.orchestrator.trials import Trials
 from omni_actors.protocol import chunks
 from omni_actors.protocol.messages import Abort, Address, ControlMessage, Resume
 from omni_actors.stages.base import StageEngine
@@ -252,6 +254,28 @@ def test_rings_of_the_dead_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(edges.Edges, "disconnect_worker", leaking)
     result = first_violated()
     assert "leaked" in kinds(result)
+
+
+def test_a_request_that_waits_for_stages_that_are_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspects that leave a replica do not wake the requests that wait for it; another event does, later."""
+    monkeypatch.setattr(Suspects, "_have_left", property(lambda self: False, lambda self, value: None), raising=False)
+    result = first_violated(since=45)
+    assert kinds(result) == {"hung"}
+    assert all("which are free" in each.what for each in result.tally.found)
+
+
+def test_a_death_that_is_charged_to_one_request_of_several_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = Trials.worker_died
+
+    def hasty(
+        self: Trials, address: Address, unfinished: Sequence[Request], failed: Request | None, now: float
+    ) -> bool:
+        return find(self, address, unfinished, failed or next(iter(unfinished), None), now)
+
+    monkeypatch.setattr(Trials, "worker_died", hasty)
+    result = first_violated()
+    assert kinds(result) == {"disturbed"}
+    assert all("is charged to one of" in each.what for each in result.tally.found)
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ Rules
 3. Time is virtual (trio's mock clock): a deadline of 10 s passes as soon as no task has anything else to do.
 4. After each schedule, the simulation checks that every request has one outcome, and the right one (``judge``); that
    only workers with an injected fault died; that hangs were detected in time; that every stage serves or was given up
-   for a reason; that no step was repeated without need; that no request started in a standby; and that nothing is
+   for a reason; that no step was repeated without need; that no request started in a standby; that no request waited
+   while it could be dispatched; that a death was charged to no request beside others (``charges``); and that nothing is
    left behind.
 """
 
@@ -31,6 +32,7 @@ from omni_actors.stress import judge
 from omni_actors.stress.controls import Controls
 from omni_actors.stress.health_watch import HealthWatch
 from omni_actors.stress.simulation.agent import LEASE_S
+from omni_actors.stress.simulation.charges import ChargeCheck
 from omni_actors.stress.simulation.cluster import SimulatedCluster
 from omni_actors.stress.simulation.controls import SimulatedControls
 from omni_actors.stress.simulation.determinism import deterministic, report_unraisable
@@ -101,6 +103,10 @@ class Simulation(trio.abc.Instrument):
         self._all_injected = trio.Event()
         self._scope = trio.CancelScope()
         self._omni: OmniSystem
+        self._is_open = False
+        """Whether the system is open, and not being closed."""
+        self._kept_waiting = set[str]()
+        """The requests that waited while they could be dispatched."""
         client, faults = self._client, self._faults
         self._acts: list[Callable[[], None]] = [
             *[client.submit_any] * 8,
@@ -159,6 +165,8 @@ class Simulation(trio.abc.Instrument):
         self._idle_waits += 1
         if self._idle_waits % MAX_IDLE_WAITS == 0:
             self._abandon()
+        if self._is_open and self._idle_waits == 1 and not trio.lowlevel.current_statistics().tasks_runnable:
+            self._check_waiting()
 
     def _act(self) -> None:
         self._acts_left -= 1
@@ -226,6 +234,9 @@ class Simulation(trio.abc.Instrument):
                 self._omni, trio.current_time, self._note_death, self._client.count_promotion
             )
             watching.start_soon(self._watch.run)
+            self._is_open = True
+            orchestrator = self._omni._orchestrator
+            ChargeCheck(orchestrator._suspects, orchestrator._dispatcher, self._faults.spawner.living, self._journal)
             self._next_act = self._journal.steps + 1
             while not self._all_injected.is_set():  # noqa: ASYNC110 - so that there are steps when all tasks wait
                 await trio.sleep(TICK_S)
@@ -235,6 +246,7 @@ class Simulation(trio.abc.Instrument):
             watching.cancel_scope.cancel()
             for request in self._client.open:
                 request.aborted = True  # closing the system aborts it
+            self._is_open = False
             closing = trio.current_time()
         self._watch.look()  # a death that was reported meanwhile may be why a request has ended
         return trio.current_time() - closing
@@ -320,6 +332,24 @@ class Simulation(trio.abc.Instrument):
         ]
         if len(earlier) >= self._omni._orchestrator.pools.wanted[address.stage]:
             self._journal.violated("disturbed", f"a request starts in the standby {address}")
+
+    def _check_waiting(self) -> None:
+        """Check that no request waits whose stages all are free, at a moment in which no task has anything to do.
+
+        Suspects wait for their trials, and while generation is paused, new requests wait for its end.
+        """
+        orchestrator = self._omni._orchestrator
+        dispatcher, wanted = orchestrator._dispatcher, orchestrator.pools.wanted
+        reserved, suspects = dispatcher.trials.running, dispatcher.trials.group_of
+        replicas = self._omni._supervisor.replicas.values()
+        free = {each.address.stage for each in replicas if each.accepts_work and each.address not in reserved}
+        for request in dispatcher.running():
+            stages = request.replay_state.waiting
+            if not stages or request in suspects or (dispatcher.dispatch_paused and request.number is None):
+                continue
+            if request.name not in self._kept_waiting and all(each in free and wanted[each] for each in stages):
+                self._kept_waiting.add(request.name)
+                self._journal.violated("hung", f"{request.name} waits for {', '.join(stages)}, which are free")
 
     def check_work(self) -> None:
         """Check that no step was made twice but for a death, where checkpoints are within their bounds."""

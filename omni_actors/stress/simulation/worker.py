@@ -15,7 +15,7 @@ import math
 import os
 import pkgutil
 import select
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -176,6 +176,11 @@ class SimulatedWorker(Worker):
     @property
     def alive(self) -> bool:
         return self._exit is None
+
+    @property
+    def at_work(self) -> Set[int]:
+        """Numbers of the requests that its engine has, also when it has died."""
+        return frozenset() if self.loop is None else self.loop._active.keys()
 
     @property
     def hung(self) -> bool:
