@@ -242,9 +242,9 @@ class Trials:
         self._group_for(stage, [request], now)
 
     def join(self, request: Request) -> bool:
-        """Add a waiting request to the unit of its fingerprint. Return whether there is one."""
+        """Add a request to the unit of its fingerprint, if it waits for that unit's stage. Return whether it does."""
         for group in self.groups:
-            if request.fingerprint in group.units:
+            if request.fingerprint in group.units and group.stage in request.replay_state.waiting:
                 self._add(request, group)
                 return True
         return False

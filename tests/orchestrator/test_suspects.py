@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import trio
 import trio.testing
+from msgspec.structs import replace
 
 from omni_actors.config import Pipeline, Restart, Stage
 from omni_actors.errors import RequestError, WorkerExit
@@ -332,3 +333,37 @@ async def test_requests_that_wait_for_the_trial_of_an_equal_one_follow_it_to_ano
         await trio.sleep(CULPRIT_WAIT_S + REPLICA_DRAIN_S)
         assert not any(beside), "they harm others"
         nursery.cancel_scope.cancel()
+
+
+async def test_a_request_that_waits_for_another_stage_does_not_wait_for_the_trial_of_an_equal_one(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The suspect leaves before its trial; its stage has finished the other request, so that would not be tried."""
+    spawner, loads_s = quick_workers()
+    pipeline = two_stages("echo", f"{__name__}:Holds")
+    stages = pipeline.stages | {"first": replace(pipeline.stages["first"], replicas=2)}
+    async with OmniSystem.open(replace(pipeline, stages=stages), spawner=spawner) as omni:
+        trials = omni._orchestrator._dispatcher.trials
+
+        def submit() -> Generation:
+            return omni.submit({"script": [Input({"hold": "yes"})]}, ["audio"], deadline_s=3000)
+
+        finished = submit()
+        state = finished.stream.request.replay_state
+        await until(lambda: "first" in finished.stream.request.stats)
+        other = next(address for address in (FIRST, Address("first", 1)) if not state.is_held_by(address))
+        spawner.living[other].stop_process()
+        suspect = submit()
+        assert suspect.stream.request.replay_state.is_held_by(other)
+        loads_s["second"] = 10.0
+        spawner.living[SECOND].die(signal="SIGKILL")
+        await until(lambda: state.waiting == ("second",))
+        spawner.living[other].die(exit_code=1)
+        await until(lambda: suspect.stream.request in trials.group_of)
+        await until(lambda: SECOND in spawner.living and spawner.living[SECOND].alive)
+        spawner.living[SECOND].die(exit_code=1)
+        await until(lambda: omni.health().stages["second"][0].restarts == 2)
+        suspect.abort()
+        with trio.fail_after(60.0):
+            await until(lambda: not state.waiting)
+        finished.abort()
