@@ -37,7 +37,7 @@ class Generation:
     queued. Dropping the object, for instance by leaving the loop early, aborts the request; ``abort`` does so at once.
 
     ``collect``, ``text``, ``audio``, ``picture``, ``pictures`` and ``save`` read the rest of the answer. They may
-    follow each other:
+    follow each other, and several tasks may call them at once:
 
     >>> async def main():
     ...     async with OmniSystem.open("echo") as omni:
@@ -71,6 +71,8 @@ class Generation:
         self._latest: dict[tuple[str, Any], float] = {}
         """When the latest output with content arrived, by stage and index."""
         self._answer: Answer | None = None
+        self._collecting = trio.Lock()
+        """Held while a task reads the rest of the answer. Others that ask for it wait, and get the same one."""
 
     @property
     def request_id(self) -> str:
@@ -86,7 +88,7 @@ class Generation:
         self._end_speech()
 
     async def collect(self) -> Answer:
-        """Read the rest of the answer and return it. Later calls return the same answer.
+        """Read the rest of the answer and return it. Later calls, and those of other tasks meanwhile, return the same.
 
         Cancellation loses the outputs that were already read. Raises the ``RequestError`` that ended the request.
         """
@@ -135,13 +137,17 @@ class Generation:
             known = ", ".join((*SOUND_SUFFIXES, *PICTURE_SUFFIXES))
             raise ValueError(f"{path}: {suffix!r} is not a sound format, nor one of pictures; accepted: {known}")
         with SoundWriter(path) as file:
-            if self._answer is not None and self._answer.audio is not None:
-                await file.write(self._answer.audio)
             return (await self._collect(file)).audio
 
     async def _collect(self, file: SoundWriter | None) -> Answer:
-        if self._answer is not None:
+        async with self._collecting:
+            if self._answer is None:
+                self._answer = await self._read_rest(file)
+            elif file is not None and self._answer.audio is not None:
+                await file.write(self._answer.audio)
             return self._answer
+
+    async def _read_rest(self, file: SoundWriter | None) -> Answer:
         self.played_at = None
         text: list[str] = []
         sound: list[AudioChunk] = []
@@ -159,10 +165,7 @@ class Generation:
                 sound.append(output.delta)
                 if file is not None:
                     await file.write(output.delta)
-        self._answer = Answer(
-            text="".join(text), audio=_joined(sound), pictures=tuple(pictures), data=data, metrics=metrics
-        )
-        return self._answer
+        return Answer(text="".join(text), audio=_joined(sound), pictures=tuple(pictures), data=data, metrics=metrics)
 
     def __aiter__(self) -> AsyncIterator[Output]:
         return self

@@ -6,7 +6,8 @@ import gc
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,26 @@ async def test_an_answer_is_collected_once_and_may_be_asked_for_again(omni: Omni
     assert sound.sample_rate == RATE
     assert sound.duration_s == pytest.approx(3 * WORD_S)
     np.testing.assert_allclose(sound.samples, LEVEL)
+
+
+def test_tasks_that_collect_at_once_all_get_the_whole_answer(shared_system: SharedSystem, tmp_path: Path) -> None:
+    """One reads the outputs, and the others wait for it: none has a part of the answer, or an empty one."""
+    found = list[Any]()
+
+    async def read(method: Callable[[], Awaitable[Any]]) -> None:
+        found.append(await method())
+
+    async def collect(omni: OmniSystem) -> None:
+        generation = omni.generate(script="one two three", modalities=("audio",))
+        async with trio.open_nursery() as nursery:
+            for method in (generation.audio, partial(generation.save, tmp_path / "a.wav"), generation.audio):
+                nursery.start_soon(read, method)
+
+    shared_system.run(collect)
+    assert found[0] is not None
+    assert found[0].duration_s == pytest.approx(3 * WORD_S)
+    assert all(each is found[0] for each in found)
+    assert soundfile.info(tmp_path / "a.wav").duration == pytest.approx(3 * WORD_S)
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac", "ogg", "mp3"])
