@@ -239,13 +239,16 @@ class AsyncAnswers(AsyncIterator[Answer]):
 
     def __init__(self, omni: AsyncOmni, prompts: Iterable[Prompt], **arguments: Any) -> None:
         self._complete: asyncio.Queue[Future[Answer]] = asyncio.Queue()
+        self._reading = asyncio.Lock()
+        """Held while a task takes an answer: one that waited beside it would wait for good behind the last answer."""
         announce = partial(_put, asyncio.get_running_loop(), self._complete)
         self._answering = FaceMap(omni, prompts, announce=announce, **arguments)
 
     async def __anext__(self) -> Answer:
         try:
-            if self._answering.fill():
-                return self._answering.take(await self._complete.get())
+            async with self._reading:
+                if self._answering.fill():
+                    return self._answering.take(await self._complete.get())
         except BaseException:
             self.close()
             raise

@@ -11,6 +11,7 @@ call that waits, and aborts its request.
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -253,12 +254,15 @@ class Answers(Iterator[Answer]):
 
     def __init__(self, omni: Omni, prompts: Iterable[Prompt], **arguments: Any) -> None:
         self._complete: SimpleQueue[Future[Answer]] = SimpleQueue()
+        self._reading = threading.RLock()
+        """Held while a thread takes an answer: one that waited beside it would wait for good behind the last answer."""
         self._answering = FaceMap(omni, prompts, announce=self._complete.put, **arguments)
 
     def __next__(self) -> Answer:
         try:
-            if self._answering.fill():
-                return self._answering.take(self._complete.get())
+            with self._reading:
+                if self._answering.fill():
+                    return self._answering.take(self._complete.get())
         except BaseException:
             self.close()
             raise

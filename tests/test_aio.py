@@ -240,6 +240,22 @@ def test_map_refuses_a_concurrency_that_is_no_number_of_requests(omni: AsyncOmni
     run(test)
 
 
+def test_several_tasks_may_read_the_answers_of_a_map(omni: AsyncOmni) -> None:
+    """More of them wait than there are answers left: all end."""
+
+    async def test() -> None:
+        answers = omni.map(["a", "b"], concurrency=1)
+        found = list[str]()
+
+        async def read() -> None:
+            found.extend([answer.text async for answer in answers])
+
+        await asyncio.gather(*[read() for _ in range(3)])
+        assert sorted(found) == ["a", "b"]
+
+    run(test)
+
+
 def test_cancelling_a_map_aborts_its_requests(omni: AsyncOmni) -> None:
     async def test() -> None:
         answers = omni.map(["a", "b", "c"], modalities=ENDLESS, concurrency=2)

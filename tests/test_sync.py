@@ -183,6 +183,22 @@ def test_map_refuses_a_concurrency_that_is_no_number_of_requests(omni: Omni, con
     assert refused.value.param == "concurrency"
 
 
+def test_several_threads_may_read_the_answers_of_a_map(omni: Omni) -> None:
+    """More of them wait than there are answers left: all end."""
+    answers = omni.map(["a", "b"], concurrency=1)
+    found = list[str]()
+    threads = [
+        threading.Thread(target=lambda: found.extend([answer.text for answer in answers]), daemon=True)
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WATCHDOG_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert sorted(found) == ["a", "b"]
+
+
 def test_answers_that_are_dropped_abort_the_rest(omni: Omni) -> None:
     answers = omni.map([WRONG, "a", "b"], modalities=ENDLESS, keep_errors=True)
     assert isinstance(next(answers).error, InvalidRequest)
