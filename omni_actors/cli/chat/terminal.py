@@ -39,18 +39,19 @@ class TerminalReader:
             enable_open_in_editor=True,
             prompt_continuation="  ",
         )
+        self._is_cancelled = False
+        """Whether the prompt is to end."""
 
     async def read(self) -> str | None:
         """Return the next message; None at Ctrl-D, and when the terminal is gone.
 
         Cancellation ends the prompt and restores the terminal.
         """
+        self._is_cancelled = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._exit_when_cancelled)
             try:
-                # prompt_toolkit runs on asyncio, in a thread of its own; signals belong to the main thread.
-                text = await trio.to_thread.run_sync(lambda: self._session.prompt(handle_sigint=False))
-                return with_replacements(text)
+                return with_replacements(await trio.to_thread.run_sync(self._prompt))
             except EOFError:
                 return None
             except OSError as error:
@@ -64,13 +65,24 @@ class TerminalReader:
         assert interrupted
         raise KeyboardInterrupt
 
+    def _prompt(self) -> str:
+        """Show the prompt, in a thread: prompt_toolkit runs on asyncio, and signals belong to the main thread."""
+        return self._session.prompt(handle_sigint=False, pre_run=self._exit_if_cancelled)
+
     async def _exit_when_cancelled(self) -> None:
-        app = self._session.app
         try:
             await trio.sleep_forever()
         finally:
-            if app.is_running and app.loop is not None:
-                app.loop.call_soon_threadsafe(lambda: app.is_running and app.exit(exception=EOFError))
+            self._is_cancelled = True  # first: a prompt that has no loop yet looks at this when it has one
+            if (loop := self._session.app.loop) is not None:
+                with suppress(RuntimeError):  # the loop is closed: the prompt has ended
+                    loop.call_soon_threadsafe(self._exit_if_cancelled)
+
+    def _exit_if_cancelled(self) -> None:
+        """End the prompt, if it is to end and has not. Called in its event loop."""
+        app = self._session.app
+        if self._is_cancelled and app.future is not None and not app.future.done():
+            app.exit(exception=EOFError)
 
 
 def _keys() -> KeyBindings:
