@@ -21,6 +21,7 @@ from click.testing import CliRunner, Result
 import omni_actors
 from omni_actors import config as configuration
 from omni_actors.cli import COMMANDS, main
+from omni_actors.cli.ask import _read_audio
 
 ROOT = Path(omni_actors.__file__).parent.parent
 WATCHDOG_S = 60.0
@@ -139,6 +140,32 @@ def test_work_that_fails_is_exit_code_1_and_one_sentence(talkative: Path, argume
     assert message in result.stderr
     assert isinstance(result.exception, SystemExit), "no traceback"
     assert len(result.stderr.strip().splitlines()) <= 3
+
+
+def test_a_spoken_question_that_cannot_be_decoded_is_one_sentence(tmp_path: Path) -> None:
+    """Raw samples have no header, and a damaged header may claim more samples than there is memory."""
+    raw, damaged = tmp_path / "question.raw", tmp_path / "question.flac"
+    raw.write_bytes(bytes(3200))
+    soundfile.write(damaged, np.zeros(1600, np.float32), 16_000)
+    header = bytearray(damaged.read_bytes())
+    header[21] |= 0x0F  # the number of samples: 36 bits
+    header[22:26] = b"\xff" * 4
+    damaged.write_bytes(header)
+    for path in (raw, damaged):
+        result = invoke("ask", "--config", "echo", "--audio", str(path))
+        assert result.exit_code == 2
+        assert f"--audio: {path}" in result.stderr
+        assert isinstance(result.exception, SystemExit), "no traceback"
+
+
+def test_the_channels_of_a_spoken_question_are_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omni_actors.cli.ask.BLOCK", 1000)
+    path = tmp_path / "question.wav"
+    soundfile.write(path, np.full((1600, 2), [0.5, 0.25], np.float32), 16_000)
+    clip = _read_audio(path)
+    assert clip.sample_rate == 16_000
+    assert clip.samples.dtype == np.float32
+    assert clip.samples.tolist() == [0.375] * 1600
 
 
 def test_a_spoken_question_to_a_pipeline_without_audio_input_is_refused(talkative: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import click
 import msgspec
+import numpy as np
 import soundfile
 from rich import filesize
 from rich.table import Table
@@ -30,6 +32,9 @@ from omni_actors.output_files import SOUND_SUFFIXES, SoundWriter
 from omni_actors.outputs import AudioChunk, RequestMetrics
 from omni_actors.plain_text import clean, escape
 from omni_actors.system import OmniSystem
+
+BLOCK = 1 << 18
+"""The frames of sound that are decoded at a time."""
 
 
 @click.command()
@@ -132,11 +137,17 @@ async def _ask(
 
 
 def _read_audio(path: Path) -> AudioChunk:
+    mono = [np.empty(0, np.float32)]
     try:
-        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+        # Without the name, because one that ends with ".raw" would need a rate.
+        with soundfile.SoundFile(io.BytesIO(path.read_bytes())) as file:
+            # In blocks, because a damaged header may claim more samples than there is memory.
+            while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
+                mono.append(block.mean(axis=1))
+            rate = file.samplerate
     except soundfile.LibsndfileError as error:
-        raise click.BadParameter(f"{path}: {error}", param_hint="--audio") from error
-    return AudioChunk(samples.mean(axis=1), rate)
+        raise click.BadParameter(f"{path}: {error.error_string}", param_hint="--audio") from error
+    return AudioChunk(np.concatenate(mono), rate)
 
 
 def _print_metrics(metrics: RequestMetrics) -> None:
