@@ -123,7 +123,7 @@ def _count(items: Sequence[Input] | Segments) -> int:
 
 def _audio(item: Any, index: int) -> Input:
     samples = _samples(item, f"audio {index}")
-    return Input({"sample_rate": item.sample_rate, "index": index}, {"audio": samples})
+    return Input({"sample_rate": _rate(item), "index": index}, {"audio": samples})
 
 
 def _image(item: Any, index: int) -> Input:
@@ -150,7 +150,7 @@ def _video(item: Any, index: int) -> Input:
     tensors: dict[str, Any] = {"video": _pixels(item.frames, 4, f"video {index}", "(frames, height, width, 3)")}
     if item.audio is not None:
         tensors["audio"] = _samples(item.audio, f"video {index}: audio")
-        data["sample_rate"] = item.audio.sample_rate
+        data["sample_rate"] = _rate(item.audio)
     return Input(data, tensors)
 
 
@@ -163,7 +163,10 @@ def _encoded(item: Any, kind: str, index: int) -> Pixels | None:
             raise _refusal(f"{kind} {index}: {error}") from error
     if not isinstance(item, bytes | bytearray | memoryview):
         return None
-    encoded: Pixels = np.frombuffer(item, np.uint8)
+    try:
+        encoded: Pixels = np.frombuffer(item, np.uint8)
+    except (BufferError, ValueError) as error:  # a memoryview that has gaps, or was released
+        raise _refusal(f"{kind} {index}: the bytes of a file were expected: {error}") from error
     if not encoded.size:
         raise _refusal(f"{kind} {index}: the file is empty")
     return encoded
@@ -174,8 +177,14 @@ def _samples(chunk: Any, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         raise _refusal(f"{name}: an AudioChunk was expected, not {type(chunk).__name__}")
     try:
         return np.ascontiguousarray(chunk.samples, dtype=np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor that requires grad
         raise _refusal(f"{name}: samples: float32 (n,) was expected: {error}") from error
+
+
+def _rate(chunk: AudioChunk) -> Any:
+    """Return the sample rate: as an int, if it is an integer of numpy. What it may be is known to the stage."""
+    rate: Any = chunk.sample_rate
+    return int(rate) if isinstance(rate, np.integer) else rate
 
 
 def _pixels(item: Any, dimensions: int, name: str, shape: str) -> Pixels:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,6 +23,13 @@ from omni_actors.system import OmniSystem
 PIXELS = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 FRAMES = np.stack([PIXELS, PIXELS + 9])
 SOUND = AudioChunk(np.linspace(-1, 1, 9, dtype=np.float32), 16_000)
+
+
+class Unreadable:
+    """As a tensor of torch that requires grad."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("it requires grad")
 
 
 def only(given: Any, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -46,6 +54,13 @@ def test_audio_becomes_contiguous_float32() -> None:
     assert data == {"sample_rate": 8000, "index": 0}
     assert tensors["audio"].dtype == np.float32
     assert tensors["audio"].tolist() == SOUND.samples[::2].tolist()
+
+
+def test_a_sample_rate_may_be_an_integer_of_numpy() -> None:
+    data, _ = only(AudioChunk(SOUND.samples, np.int64(8000)), "audio")  # type: ignore[arg-type]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(data)) == {"sample_rate": 8000, "index": 0}
+    clip, _ = only(VideoClip(FRAMES, 2.0, AudioChunk(SOUND.samples, np.int32(8000))), "video")  # type: ignore[arg-type]
+    assert type(clip["sample_rate"]) is int
 
 
 def test_pixels_are_not_copied() -> None:
@@ -164,6 +179,8 @@ def test_a_pillow_image_that_cannot_be_decoded_is_refused(closed: bool) -> None:
         ({"video": VideoClip(FRAMES, 2, SOUND.samples)}, "video 0: audio: an AudioChunk .* not ndarray"),  # type: ignore[arg-type]
         ({"video": VideoClip(FRAMES, 2, AudioChunk([[1.0], []], 9))}, "video 0: audio: samples: "),  # type: ignore[arg-type]
         ({"audio": AudioChunk([[1.0], []], 9)}, "audio 0: samples: float32"),  # type: ignore[arg-type]
+        ({"audio": AudioChunk(Unreadable(), 9)}, "audio 0: samples: float32 .*: it requires grad"),  # type: ignore[arg-type]
+        ({"image": memoryview(b"abcdef")[::2]}, "image 0: .*contiguous"),
         (np.zeros(4), "expected a mapping from kinds of data"),
     ],
 )
