@@ -33,6 +33,9 @@ MultiModalData: TypeAlias = Mapping[str, Any]
 audio  ``AudioChunk``; or an asynchronous iterator of ``AudioChunk``, the parts of one recording, as the last item
 image  uint8 (height, width, 3), a Pillow image, or a ``File``
 video  ``VideoClip``, or a ``File``
+
+Arrays, and bytes that can be changed, are not copied. Change none until its request has ended: a request that waits,
+or is repeated after the death of a worker, sends what is there then.
 """
 
 KINDS = ("audio", "image", "video")
