@@ -73,9 +73,10 @@ class InThread(AsyncIterator[Any]):
         with self._lock:
             try:
                 return _ENDED if self._closed else next(self._iterator, _ENDED)
-            except Exception:
-                raise
-            except BaseException as error:  # SystemExit would end the system, for all callers
+            except BaseException as error:
+                if isinstance(error, Exception) and not isinstance(error, StopAsyncIteration):
+                    raise
+                # SystemExit would end the system, for all callers, and StopAsyncIteration the input, without a word.
                 raise RuntimeError(f"the iterator raised {type(error).__name__}: {error}") from error
 
     def _close(self) -> None:

@@ -60,6 +60,17 @@ def test_a_generator_that_ends_its_program_ends_its_request_alone(omni: Omni) ->
     assert omni.generate(script="y").text() == "y"
 
 
+def test_an_exception_that_would_end_the_input_of_the_system_is_an_exception(omni: Omni) -> None:
+    """The input would end without a word, and the answer with it."""
+
+    def segments() -> Iterator[str]:
+        yield "x"
+        raise StopAsyncIteration("why")
+
+    with pytest.raises(InputFailed, match="StopAsyncIteration: why"):
+        omni.generate(script=segments()).text()
+
+
 def test_the_exception_of_a_generator_is_raised_by_the_reader(omni: Omni) -> None:
     def segments() -> Iterator[str]:
         yield "x"
