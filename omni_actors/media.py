@@ -43,7 +43,7 @@ MAX_IMAGE_PIXELS = 2**27
 """The most pixels of a Pillow image, whose file may be decoded here. Engines have their own limits."""
 
 
-class VideoClip(msgspec.Struct, frozen=True):
+class VideoClip(msgspec.Struct, frozen=True, eq=False):
     """A video in memory.
 
     Attributes:
@@ -179,7 +179,10 @@ def _samples(chunk: Any, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
     if not isinstance(chunk, AudioChunk):
         raise _refusal(f"{name}: an AudioChunk was expected, not {type(chunk).__name__}")
     try:
-        return np.ascontiguousarray(chunk.samples, dtype=np.float32)
+        samples = np.ascontiguousarray(chunk.samples)
+        if samples.size and not np.issubdtype(samples.dtype, np.floating):  # integers mean other amplitudes
+            raise ValueError(f"found {samples.dtype}; divide 16-bit samples by 32768")
+        return samples.astype(np.float32, copy=False)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor that requires grad
         raise _refusal(f"{name}: samples: float32 (n,) was expected: {error}") from error
 

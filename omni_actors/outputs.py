@@ -23,7 +23,7 @@ QUALITY = 90
 """The quality of JPEG and WebP without another one, from 1 to 100."""
 
 
-class AudioChunk(msgspec.Struct, frozen=True):
+class AudioChunk(msgspec.Struct, frozen=True, eq=False):
     """A piece of mono sound.
 
     Attributes:

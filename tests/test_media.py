@@ -56,6 +56,11 @@ def test_audio_becomes_contiguous_float32() -> None:
     assert tensors["audio"].tolist() == SOUND.samples[::2].tolist()
 
 
+def test_chunks_of_sound_compare_though_their_arrays_do_not() -> None:
+    assert AudioChunk(SOUND.samples, 8000) not in [SOUND]
+    assert SOUND in {SOUND}
+
+
 def test_a_sample_rate_may_be_an_integer_of_numpy() -> None:
     data, _ = only(AudioChunk(SOUND.samples, np.int64(8000)), "audio")  # type: ignore[arg-type]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(data)) == {"sample_rate": 8000, "index": 0}
@@ -178,6 +183,7 @@ def test_a_pillow_image_that_cannot_be_decoded_is_refused(closed: bool) -> None:
         ({"video": VideoClip(FRAMES, "x")}, "video 0: fps: expected a number, found 'x'"),  # type: ignore[arg-type]
         ({"video": VideoClip(FRAMES, 2, SOUND.samples)}, "video 0: audio: an AudioChunk .* not ndarray"),  # type: ignore[arg-type]
         ({"video": VideoClip(FRAMES, 2, AudioChunk([[1.0], []], 9))}, "video 0: audio: samples: "),  # type: ignore[arg-type]
+        ({"audio": AudioChunk(np.ones(4, np.int16), 9)}, "audio 0: samples: .* int16; divide 16-bit samples"),  # type: ignore[arg-type]
         ({"audio": AudioChunk([[1.0], []], 9)}, "audio 0: samples: float32"),  # type: ignore[arg-type]
         ({"audio": AudioChunk(Unreadable(), 9)}, "audio 0: samples: float32 .*: it requires grad"),  # type: ignore[arg-type]
         ({"image": memoryview(b"abcdef")[::2]}, "image 0: .*contiguous"),
