@@ -180,11 +180,13 @@ def _samples(chunk: Any, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         raise _refusal(f"{name}: an AudioChunk was expected, not {type(chunk).__name__}")
     try:
         samples = np.ascontiguousarray(chunk.samples)
-        if samples.size and not np.issubdtype(samples.dtype, np.floating):  # integers mean other amplitudes
-            raise ValueError(f"found {samples.dtype}; divide 16-bit samples by 32768")
-        return samples.astype(np.float32, copy=False)
+        floats = samples.astype(np.float32, copy=False)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor that requires grad
         raise _refusal(f"{name}: samples: float32 (n,) was expected: {error}") from error
+    if samples.dtype.kind in "iu":  # their amplitude is another one
+        message = f"{name}: samples: float32 (n,) was expected, found {samples.dtype}; divide 16-bit samples by 32768"
+        raise _refusal(message)
+    return floats
 
 
 def _rate(chunk: AudioChunk) -> Any:

@@ -183,7 +183,7 @@ def test_a_pillow_image_that_cannot_be_decoded_is_refused(closed: bool) -> None:
         ({"video": VideoClip(FRAMES, "x")}, "video 0: fps: expected a number, found 'x'"),  # type: ignore[arg-type]
         ({"video": VideoClip(FRAMES, 2, SOUND.samples)}, "video 0: audio: an AudioChunk .* not ndarray"),  # type: ignore[arg-type]
         ({"video": VideoClip(FRAMES, 2, AudioChunk([[1.0], []], 9))}, "video 0: audio: samples: "),  # type: ignore[arg-type]
-        ({"audio": AudioChunk(np.ones(4, np.int16), 9)}, "audio 0: samples: .* int16; divide 16-bit samples"),  # type: ignore[arg-type]
+        ({"audio": AudioChunk(np.ones(4, np.int16), 9)}, "audio 0: samples: .* int16; divide 16-bit"),  # type: ignore[arg-type]
         ({"audio": AudioChunk([[1.0], []], 9)}, "audio 0: samples: float32"),  # type: ignore[arg-type]
         ({"audio": AudioChunk(Unreadable(), 9)}, "audio 0: samples: float32 .*: it requires grad"),  # type: ignore[arg-type]
         ({"image": memoryview(b"abcdef")[::2]}, "image 0: .*contiguous"),
