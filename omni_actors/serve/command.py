@@ -24,7 +24,8 @@ from omni_actors.serve import logs
 from omni_actors.serve.logs import LogFormat
 from omni_actors.serve.settings import API_KEY_VARIABLE, DEFAULTS, SSL_PASSWORD_VARIABLE, ServerSettings
 
-_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]*)=(.+)")
+"""A name may have a slash, as those of models on a hub have."""
 AT_LEAST_1 = click.IntRange(min=1)
 
 _Option: TypeAlias = Callable[[Callable[..., Any]], Any]

@@ -150,8 +150,10 @@ def test_an_operator_names_the_pipeline(both: Server) -> None:
 
 
 def test_a_call_without_a_model_is_refused(both: Server) -> None:
-    refused = both.http.post("/tokenize", json={"prompt": "hello"})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+    for path, body in (("/tokenize", {"prompt": "hello"}), ("/v1/chat/completions", {"messages": HELLO})):
+        refused = both.http.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        assert "'mind', 'twin'" in refused.json()["error"]["message"]
     assert both.http.post("/tokenize", json={"model": "mind", "prompt": "hello"}).status_code == 501
 
 
@@ -229,6 +231,8 @@ def test_names_and_overrides_on_the_command_line() -> None:
     pipelines = load_pipelines(["echo", "twin=echo"], ["twin:stages.first.threads=2", "limits.max_requests=3"])
     assert [(each.name, each.stages["first"].threads) for each in pipelines] == [("echo", 0), ("twin", 2)]
     assert [each.limits.max_requests for each in pipelines] == [3, 3]
+    [of_a_hub] = load_pipelines(["Qwen/Qwen3-Omni-30B-A3B-Instruct=echo"], ["stages.first.threads=2"])
+    assert (of_a_hub.name, of_a_hub.stages["first"].threads) == ("Qwen/Qwen3-Omni-30B-A3B-Instruct", 2)
     with pytest.raises(ConfigError, match="NAME=PIPELINE"):
         load_pipelines(["echo", "echo"], [])
     with pytest.raises(ConfigError, match="stages\\.fist"):

@@ -174,7 +174,7 @@ class ProcessorKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bodies of all model routes have."""
+    """What the bodies of all model routes have. A client of a server with one pipeline may leave the model out."""
 
     model: str
 

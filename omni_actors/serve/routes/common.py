@@ -72,10 +72,14 @@ def open_body(
 ) -> tuple[OmniSystem, schemas.OfModel, dict[str, Any]]:
     """Return the system, the validated body, and the engines' parameters in it. Raises HTTPError.
 
-    The name of a LoRA adapter as the model becomes the parameter ``lora``.
+    The name of a LoRA adapter as the model becomes the parameter ``lora``. A body without a model means the only
+    pipeline of the server.
 
     fields, schema, strict: see ``schemas.parse``.
     """
+    if "model" not in fields:
+        pipelines: Pipelines = request.app.state.pipelines
+        fields = {**fields, "model": pipelines.choose(None).pipeline.name}
     body, params = schemas.parse(fields, schema, strict=strict)
     system = choose_system(request, body.model)
     if not strict:
