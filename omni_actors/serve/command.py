@@ -66,7 +66,10 @@ def _allow(flag: str, name: str, help: str, **options: Any) -> _Option:
 @_setting("--session-items", AT_LEAST_1, "Limit of the items of a realtime conversation.")
 @_setting("--session-bytes", AT_LEAST_1, "Limit of the text and the recordings of a realtime conversation.")
 @_allow(
-    "--allow-media-domain", "media_domains", "Fetch images and videos at URLs of this host.", metavar="DOMAIN[:PORT]"
+    "--allow-media-domain",
+    "media_domains",
+    "Fetch images, videos and sounds at URLs of this host.",
+    metavar="DOMAIN[:PORT]",
 )
 @_allow(
     "--allow-media-dir",

@@ -92,12 +92,22 @@ class TextPart(msgspec.Struct, frozen=True, tag="text"):
 
 class InputAudio(msgspec.Struct, frozen=True):
     data: Text
-    """An audio file in base64."""
+    """An audio file in base64, or its data: URL."""
     format: Literal["wav", "mp3", "flac", "ogg"]
 
 
 class AudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
     input_audio: InputAudio
+
+
+class AudioURL(msgspec.Struct, frozen=True):
+    url: Text
+
+
+class AudioURLPart(msgspec.Struct, frozen=True, tag="audio_url"):
+    """An extension of OpenAI's API that other open servers have too."""
+
+    audio_url: AudioURL
 
 
 class ImageURL(msgspec.Struct, frozen=True):
@@ -120,9 +130,13 @@ class VideoPart(msgspec.Struct, frozen=True, tag="video_url"):
     video_url: VideoURL
 
 
+MediaPart = AudioPart | AudioURLPart | ImagePart | VideoPart
+ContentPart = TextPart | MediaPart
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | AudioPart | ImagePart | VideoPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     """The participant. Only some chat templates know names."""
     tool_calls: list[ToolCall] | None = None

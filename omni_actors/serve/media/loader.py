@@ -40,8 +40,9 @@ class MediaReference(msgspec.Struct, frozen=True):
 
     kind: Literal["audio", "image", "video"]
     source: str
-    """A URL; for audio, base64."""
     param: str
+    is_base64: bool = False
+    """Whether the source is the file in base64, and no URL."""
 
 
 class MediaLoader:
@@ -108,7 +109,7 @@ class MediaLoader:
             ticket.add_bytes(size)
 
         kind, source = reference.kind, reference.source
-        if kind == "audio":
+        if reference.is_base64:
             return await from_base64(source, reference.param)
         match source[:_MAX_HEAD].partition(":")[0].lower():
             case "data":

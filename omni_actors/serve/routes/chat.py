@@ -268,10 +268,13 @@ async def _tool_fields(message: schemas.ChatMessage, param: str, pipeline: Pipel
     return {"tool_calls": calls}
 
 
-def _reference(part: schemas.AudioPart | schemas.ImagePart | schemas.VideoPart, param: str) -> MediaReference:
+def _reference(part: schemas.MediaPart, param: str) -> MediaReference:
     match part:
         case schemas.AudioPart(input_audio=audio):
-            return MediaReference("audio", audio.data, f"{param}.input_audio.data")
+            is_url = audio.data.startswith("data:")
+            return MediaReference("audio", audio.data, f"{param}.input_audio.data", is_base64=not is_url)
+        case schemas.AudioURLPart(audio_url=sound):
+            return MediaReference("audio", sound.url, f"{param}.audio_url.url")
         case schemas.ImagePart(image_url=image):
             return MediaReference("image", image.url, f"{param}.image_url.url")
         case schemas.VideoPart(video_url=video):

@@ -39,10 +39,10 @@ def messages_of(body: items.ResponsesRequest) -> list[Placed]:
 
 def _content(
     content: str | Sequence[items.InputPart],
-) -> str | list[schemas.TextPart | schemas.AudioPart | schemas.ImagePart | schemas.VideoPart]:
+) -> str | list[schemas.ContentPart]:
     if isinstance(content, str):
         return content
-    parts: list[schemas.TextPart | schemas.AudioPart | schemas.ImagePart | schemas.VideoPart] = []
+    parts: list[schemas.ContentPart] = []
     for part in content:
         match part:
             case items.InputImage(image_url=url, detail=detail):

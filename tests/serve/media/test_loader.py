@@ -19,7 +19,7 @@ async def test_files_of_all_kinds_come_in_order() -> None:
     video = MediaReference(
         "video", data_url(b"frames", "video/mp4").replace("data", "DATA").replace("base64", "Base64"), "v"
     )
-    sound = MediaReference("audio", to_base64(b"sound"), "a")
+    sound = MediaReference("audio", to_base64(b"sound"), "a", is_base64=True)
     assert await bring(MediaLoader(), video, sound, image(data_url(PIXELS))) == [b"frames", b"sound", PIXELS]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -77,3 +79,45 @@ def test_a_server_of_one_pipeline_needs_no_model(studio: Server, recording: Call
         assert studio.http.post(path, json=body).status_code == 200, path
     file = {"file": ("sound.wav", recording())}
     assert studio.http.post("/v1/audio/transcriptions", files=file).status_code == 200
+
+
+# sound behind a URL
+
+
+def test_a_sound_behind_a_url_is_heard_as_one_in_the_body(
+    viewer: openai.OpenAI, gallery: Gallery, recording: Callable[..., bytes]
+) -> None:
+    data = recording()
+    text = base64.b64encode(data).decode()
+    file: Path = gallery.folder / "sound.wav"
+    file.write_bytes(data)
+    ways: list[dict[str, Any]] = [
+        {"type": "input_audio", "input_audio": {"data": text, "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"data": f"data:audio/wav;base64,{text}", "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{text}"}},
+        {"type": "audio_url", "audio_url": {"url": file.as_uri()}},
+    ]
+    digests = [reported(viewer, "digest", heard(way)) for way in ways]
+    assert len(digests[0]) == 1
+    assert digests == [digests[0]] * len(ways)
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("https://example.org/a.wav", "invalid_audio_url"),
+        ("file:///etc/passwd", "audio_file_not_found"),
+        ("data:image/png;base64,AAAA", "unsupported_audio_media_type"),
+        ("data:audio/wav;base64,", "empty_audio_file"),
+        ("data:audio/wav;base64,AAAA", "invalid_audio"),
+        ("AAAA", "invalid_audio_url"),
+    ],
+)
+def test_a_url_without_a_sound(viewer: openai.OpenAI, url: str, code: str) -> None:
+    error = refused(viewer, heard({"type": "audio_url", "audio_url": {"url": url}}))
+    assert (error.param, error.code) == ("messages[0].content[0].audio_url.url", code)
+
+
+def test_a_data_url_without_a_type_in_the_field_for_base64(viewer: openai.OpenAI) -> None:
+    error = refused(viewer, heard({"type": "input_audio", "input_audio": {"data": "data:;base64,AA", "format": "mp3"}}))
+    assert (error.param, error.code) == ("messages[0].content[0].input_audio.data", "unsupported_audio_media_type")
