@@ -24,7 +24,8 @@ MAX_TOKENS = 1_000_000
 Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
-TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+"""0 means no limit, and so does -1, which clients of vLLM send."""
 Penalty = Annotated[float, Meta(ge=0.1, le=10)]
 """A factor on logits. Within these bounds no float16 logit overflows; values in use lie between 0.5 and 2."""
 CountPenalty = Annotated[float, Meta(ge=-2, le=2)]

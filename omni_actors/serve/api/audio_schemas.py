@@ -16,13 +16,16 @@ TranscriptFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 
 
 class SpeechRequest(ModelBody, frozen=True, kw_only=True):
-    """The body of /v1/audio/speech. voice: see ``schemas.has_speakers``. stream_format: sse is server-sent events."""
+    """The body of /v1/audio/speech. voice: see ``schemas.has_speakers``."""
 
     input: Annotated[str, Meta(max_length=MAX_SPEECH_CHARACTERS)]
     voice: Any = None
     response_format: AudioFormat = "mp3"
     speed: Annotated[float, Meta(ge=0.25, le=4)] = 1.0
-    stream_format: Literal["audio", "sse"] = "audio"
+    stream: bool = False
+    """An extension of OpenAI's API, as vLLM-Omni has it: the same as the stream_format sse."""
+    stream_format: Literal["audio", "sse"] | None = None
+    """sse: server-sent events. Without it, ``stream`` decides."""
 
 
 class TranslationRequest(ModelBody, frozen=True, kw_only=True):

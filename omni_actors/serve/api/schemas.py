@@ -77,8 +77,34 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 """Fields that this server does not implement, and the values that are accepted because they have no effect. The
 chat template of a model adds its special tokens, so ``add_special_tokens`` would repeat them."""
-WITHOUT_EFFECT: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
-"""Parameters of some engines, and the value of each that every engine accepts."""
+WITHOUT_EFFECT: dict[str, Any] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
+    **dict.fromkeys(
+        ("continue_final_message", "include_stop_str_in_output", "use_beam_search", "early_stopping"), False
+    ),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), False),
+    **dict.fromkeys(("add_generation_prompt", "include_reasoning", "spaces_between_special_tokens"), True),
+    **{name: [] for name in ("bad_words", "documents")},
+    **{name: {} for name in ("logit_bias", "chat_template_kwargs", "media_io_kwargs", "vllm_xargs", "extra_params")},
+    "length_penalty": 1,
+}
+"""Parameters of some engines, and fields that clients of vLLM send; the value of each that changes nothing."""
+_BY_STAGE = "the stages' parameters as fields of the body, such as temperature of the text and talker_temperature"
+ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(("sampling_params", "sampling_params_list", "stage_params", "stage_sampling"), _BY_STAGE),
+    **{f"{kind}s": f"a part of a message's content, of the type '{kind}_url'" for kind in ("audio", "image", "video")},
+    **{f"guided_{form}": f"structured_outputs: {{{form!r}: …}}" for form in ("choice", "grammar", "json", "regex")},
+    **dict.fromkeys(("height", "width"), "size, such as '1024x768'"),
+    **dict.fromkeys(("guidance_scale", "true_cfg_scale"), "guidance"),
+    "extra_body": "its fields in the body itself",
+    "num_inference_steps": "steps",
+    "num_outputs_per_prompt": "n to /v1/images/generations",
+    "request_id": "the header X-Request-ID",
+    "session_id": "the header X-Session-ID",
+    "truncate_prompt_tokens": "tokenization_kwargs: {'truncation': true, 'max_length': …}",
+    "url": "the file as image",
+}
+"""Fields of vLLM, vLLM-Omni and SGLang-Omni that have another name or place here, and what to send instead."""
 MAX_CHOICES = 128
 MAX_LISTED = 20
 """Names of models that an error lists."""
@@ -185,6 +211,10 @@ class ProcessorKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of the media processor, under vLLM's name."""
 
     use_audio_in_video: bool | None = None
+    min_pixels: Any = None
+    """This field and those below are checked by the engines."""
+    max_pixels: Any = None
+    fps: Any = None
 
 
 class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,17 +337,39 @@ def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True)
     for name, value in fields.items():
         if name in schema.__struct_encode_fields__ or name in IGNORED_FIELDS:
             continue
-        if name in WITHOUT_EFFECT and value == WITHOUT_EFFECT[name]:
-            continue
         if name not in UNSUPPORTED_FIELDS:
             if name in RESERVED_NAMES:
-                raise bad_request(f"unknown parameter {name!r}", name, "unknown_parameter")
+                raise _unknown(name)
             params[name] = value
         elif value not in UNSUPPORTED_FIELDS[name]:
             accepted = " or ".join(map(repr, UNSUPPORTED_FIELDS[name])) or "its absence"
             message = f"{name}: {quote_value(value)} is not supported; accepted: {accepted}"
             raise bad_request(message, name, "unsupported_parameter")
     return body, params
+
+
+def effective(params: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
+    """Return the engines' parameters without those whose value changes nothing.
+
+    A value that differs from a default of the pipeline's does change something. Raises HTTPError for a field of another
+    server that no engine of the pipeline takes, and that has another name here.
+    """
+    defaults = {name for stage in pipeline.stages.values() for name in stage.defaults}
+    takes_all = any(pipeline.spec(stage).params is None for stage in pipeline.stages)
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        if name in WITHOUT_EFFECT and value == WITHOUT_EFFECT[name] and name not in defaults:
+            continue
+        if name in ELSEWHERE and not takes_all and not takes_parameter(pipeline, name):
+            raise _unknown(name)
+        found[name] = value
+    return found
+
+
+def _unknown(name: str) -> HTTPError:
+    """Return the error about a field that the server does not have."""
+    advice = f"; send {ELSEWHERE[name]}" if name in ELSEWHERE else ""
+    return bad_request(f"unknown parameter {name!r}{advice}", name, "unknown_parameter")
 
 
 def _require_short(fields: Mapping[str, Any]) -> None:

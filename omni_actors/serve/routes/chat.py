@@ -178,13 +178,17 @@ def parameters_of(
     others: the parameters that the client gave under the engines' own names.
     """
     speaker = schemas.speaker_of(body.audio.voice, pipeline) if "audio" in (body.modalities or ()) else None
+    kwargs = {
+        name: value for name, value in msgspec.structs.asdict(body.mm_processor_kwargs).items() if value is not None
+    }
     given = [  # the engines' name, the client's name, the value; the last value counts
         *text_parameters(body),
         ("max_tokens", "max_completion_tokens", body.max_completion_tokens),
         ("logprobs", "logprobs", body.top_logprobs or 0 if body.logprobs else None),
         *tool_parameters(body.tools, body.tool_choice),
         ("speaker", "audio.voice", speaker),
-        ("use_audio_in_video", "mm_processor_kwargs.use_audio_in_video", body.mm_processor_kwargs.use_audio_in_video),
+        ("use_audio_in_video", "mm_processor_kwargs.use_audio_in_video", kwargs.pop("use_audio_in_video", None)),
+        ("mm_processor_kwargs", "mm_processor_kwargs", kwargs or None),
         *((name, name, value) for name, value in others.items()),
     ]
     params, names = {}, dict.fromkeys(("audio", "image", "video", "input", "messages"), "messages")

@@ -82,6 +82,7 @@ def open_body(
         fields = {**fields, "model": pipelines.choose(None).pipeline.name}
     body, params = schemas.parse(fields, schema, strict=strict)
     system = choose_system(request, body.model)
+    params = schemas.effective(params, system.pipeline)
     if not strict:
         params = typed(params, system.pipeline)
     if body.model != system.pipeline.name:

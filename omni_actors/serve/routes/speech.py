@@ -61,7 +61,7 @@ async def speech(request: Request) -> Response:
             generation.played_at = None  # a client gets the file when it is complete
         else:
             generation.played_at = factor
-        if body.stream_format == "sse":
+        if body.stream_format == "sse" or (body.stream and body.stream_format is None):
             encoder = AudioEncoder(format, streamed=format != "flac")
             return await responses.StreamedResponse(generation, _events(generation, encoder, stretch)).start()
         if format == "flac":

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from omni_actors.serve.api.errors import unsupported_as_501
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.responses import JSONResponse
-from omni_actors.serve.api.schemas import DetokenizeRequest, TokenizeRequest, parse
+from omni_actors.serve.api.schemas import DetokenizeRequest, TokenizeRequest, effective, parse
 from omni_actors.serve.http.errors import bad_request
 from omni_actors.serve.routes.common import choose_system
 from omni_actors.system import OmniSystem
@@ -43,7 +43,7 @@ async def detokenize(request: Request) -> Response:
 
 def _open(request: Request, fields: dict[str, Any], schema: Any) -> tuple[OmniSystem, Any]:
     body, others = parse(fields, schema)
-    if others:
-        name = next(iter(others))
+    system = choose_system(request, body.model)
+    for name in effective(others, system.pipeline):
         raise bad_request(f"unknown parameter {name!r}", name, "unknown_parameter")
-    return choose_system(request, body.model), body
+    return system, body

@@ -155,7 +155,7 @@ BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"request_id": "mine"}, 400, "request_id", "unknown"),
     (CHAT, {"self": 1}, 400, "self", "unknown"),
     (CHAT, {"use_audio_in_video": True}, 400, "use_audio_in_video", "no stage"),
-    (CHAT, {"mm_processor_kwargs": {"fps": 2}}, 400, "mm_processor_kwargs.fps", "'use_audio_in_video'"),
+    (CHAT, {"mm_processor_kwargs": {"size": 2}}, 400, "mm_processor_kwargs.size", "'use_audio_in_video'"),
     (
         CHAT,
         {"mm_processor_kwargs": {"use_audio_in_video": 1}},

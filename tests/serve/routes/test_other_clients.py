@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.conftest import Gallery
-from tests.support.http_server import Server
+from tests.serve.conftest import GALLERY, Gallery
+from tests.support.http_server import Server, Start
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 UNCHANGED: dict[str, Any] = {
@@ -121,3 +121,96 @@ def test_a_url_without_a_sound(viewer: openai.OpenAI, url: str, code: str) -> No
 def test_a_data_url_without_a_type_in_the_field_for_base64(viewer: openai.OpenAI) -> None:
     error = refused(viewer, heard({"type": "input_audio", "input_audio": {"data": "data:;base64,AA", "format": "mp3"}}))
     assert (error.param, error.code) == ("messages[0].content[0].input_audio.data", "unsupported_audio_media_type")
+
+
+# parameters
+
+
+def test_defaults_of_vllms_fields_change_nothing(viewer: openai.OpenAI) -> None:
+    assert reported(viewer, "params", extra_body=UNCHANGED) == [{}]
+
+
+@pytest.mark.parametrize("name", [name for name, value in UNCHANGED.items() if isinstance(value, bool)])
+def test_other_values_of_vllms_fields_are_refused_by_name(author: openai.OpenAI, name: str) -> None:
+    error = refused(author, model="writer", extra_body={name: not UNCHANGED[name]})
+    assert error.param == name
+    assert name in error.message
+
+
+def test_zero_counts_where_the_pipeline_has_another_default(start: Start) -> None:
+    config = GALLERY.replace("emits: text", "emits: text, defaults: {presence_penalty: 1.5}")
+    with start(config=config) as server, server.openai() as client:
+        assert reported(client, "params") == [{"presence_penalty": 1.5}]
+        assert reported(client, "params", presence_penalty=0, frequency_penalty=0) == [{"presence_penalty": 0}]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("extra_body", {"seed": 1}, "in the body itself"),
+        ("sampling_params_list", [{"temperature": 0.4}], "talker_temperature"),
+        ("sampling_params", {"mind": {"temperature": 0.4}}, "talker_temperature"),
+        ("stage_sampling", {"mind": {"temperature": 0.4}}, "talker_temperature"),
+        ("audios", ["a.wav"], "'audio_url'"),
+        ("images", ["a.png"], "'image_url'"),
+        ("guided_choice", ["yes", "no"], "structured_outputs: {'choice': …}"),
+        ("guided_json", {"type": "object"}, "structured_outputs: {'json': …}"),
+        ("num_inference_steps", 20, "steps"),
+        ("true_cfg_scale", 4.0, "guidance"),
+        ("height", 1024, "size"),
+        ("request_id", "a", "X-Request-ID"),
+        ("session_id", "a", "X-Session-ID"),
+    ],
+)
+def test_a_field_of_another_name_is_refused_with_the_name_here(
+    writer: Server, name: str, value: Any, instead: str
+) -> None:
+    """Sent as curl does it: OpenAI's client has an argument of its own that is called extra_body."""
+    body = {"model": "writer", "messages": HELLO, name: value}
+    answer = writer.http.post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, name, "unknown_parameter")
+    assert f"{name!r}; send " in error["message"]
+    assert instead in error["message"]
+
+
+def test_minus_one_means_no_limit_of_rank(author: openai.OpenAI) -> None:
+    def answer(top_k: int) -> Any:
+        asked: Any = {"temperature": 1.0, "seed": 5, "max_tokens": 12, "extra_body": {"top_k": top_k}}
+        return author.chat.completions.create(model="writer", messages=HELLO, **asked).choices
+
+    assert answer(-1) == answer(0) != answer(1)
+
+
+def test_arguments_of_the_processor_reach_the_pipeline(viewer: openai.OpenAI) -> None:
+    given = {"min_pixels": 784, "max_pixels": 100_352, "fps": 1.5}
+    kwargs = {**given, "use_audio_in_video": True}
+    params = reported(viewer, "params", extra_body={"mm_processor_kwargs": kwargs})
+    assert params == [{"use_audio_in_video": True, "mm_processor_kwargs": given}]
+    error = refused(viewer, extra_body={"mm_processor_kwargs": {"size": 1}})
+    assert (error.param, error.code) == ("mm_processor_kwargs.size", "unknown_parameter")
+
+
+def test_tokenize_takes_the_defaults_of_vllms_fields(writer: Server) -> None:
+    more = {"continue_final_message": False, "chat_template_kwargs": {}}
+    tokens = [writer.http.post("/tokenize", json={"messages": HELLO, **each}).json()["tokens"] for each in ({}, more)]
+    assert tokens[0] == tokens[1] != []
+
+
+# speech
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {"stream": True, "stream_format": "sse"}])
+def test_a_stream_of_speech_has_events(studio: Server, fields: dict[str, Any]) -> None:
+    body = {"input": "la", "voice": "vivian", "response_format": "pcm", **fields}
+    answer = studio.http.post("/v1/audio/speech", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    kinds = [json.loads(line.removeprefix("data: "))["type"] for line in answer.text.splitlines() if line]
+    assert {"speech.audio.delta", "speech.audio.done"} == set(kinds)
+
+
+@pytest.mark.parametrize("fields", [{"stream": False}, {"stream": True, "stream_format": "audio"}, {}])
+def test_a_stream_of_speech_that_is_the_file(studio: Server, fields: dict[str, Any]) -> None:
+    body = {"input": "la", "voice": "vivian", "response_format": "pcm", **fields}
+    answer = studio.http.post("/v1/audio/speech", json=body)
+    assert answer.headers["content-type"] == "audio/pcm"

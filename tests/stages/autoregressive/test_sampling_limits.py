@@ -20,7 +20,7 @@ ROWS = st.lists(st.sampled_from(EXTREMES), min_size=6, max_size=6)
 SAMPLING = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 5e-324, 1e-45, 1e-4, 1.0, 2.0]),
-    top_k=st.sampled_from([0, 1, 3, 2**31 - 1]),
+    top_k=st.sampled_from([-1, 0, 1, 3, 2**31 - 1]),
     top_p=st.sampled_from([5e-324, 1e-45, 1e-7, 0.5, 1 - 2**-53, 1.0]),
     repetition_penalty=st.sampled_from([0.1, 1.0, 10.0]),
 )
@@ -70,7 +70,7 @@ def test_a_row_that_is_not_finite_gives_none_and_changes_no_other(bad: float, dt
     ("name", "accepted", "refused"),
     [
         ("temperature", (0.0, 5e-324, 2.0), (-5e-324, 2.1, math.nan)),
-        ("top_k", (0, 2**31 - 1), (-1, 2**31, 2**63)),
+        ("top_k", (-1, 0, 2**31 - 1), (-2, 2**31, 2**63)),
         ("top_p", (5e-324, 1.0), (0.0, 1.1, math.nan)),
         ("repetition_penalty", (0.1, 10.0), (1e-38, 11.0, math.nan)),
         ("seed", (-(2**63), 2**63 - 1), (-(2**63) - 1, 2**63, 2**80)),
