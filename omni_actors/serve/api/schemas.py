@@ -143,7 +143,11 @@ class ImageURL(msgspec.Struct, frozen=True):
 
 
 class ImagePart(msgspec.Struct, frozen=True, tag="image_url"):
+    """Some servers take the fields of the processor here, where this one refuses them: see ``ProcessorKwargs``."""
+
     image_url: ImageURL
+    min_pixels: None = None
+    max_pixels: None = None
 
 
 class VideoURL(msgspec.Struct, frozen=True):
@@ -151,9 +155,12 @@ class VideoURL(msgspec.Struct, frozen=True):
 
 
 class VideoPart(msgspec.Struct, frozen=True, tag="video_url"):
-    """An extension of OpenAI's API that other open servers have too."""
+    """An extension of OpenAI's API that other open servers have too. As for ``ImagePart``."""
 
     video_url: VideoURL
+    min_pixels: None = None
+    max_pixels: None = None
+    fps: None = None
 
 
 MediaPart = AudioPart | AudioURLPart | ImagePart | VideoPart
@@ -275,6 +282,8 @@ class EmbeddingRequest(ModelBody, frozen=True, kw_only=True):
     """The body of /v1/embeddings. input: one or several texts, or lists of token ids."""
 
     input: Text | Annotated[list[Text | int | list[int]], Meta(min_length=1, max_length=MAX_EMBEDDINGS)]
+    add_special_tokens: bool = True
+    """As in ``CompletionRequest``."""
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["mean", "last"] = "mean"
     normalize: bool = True
@@ -318,9 +327,12 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 OfModel = TypeVar("OfModel", bound=ModelBody)
 
 RESERVED_NAMES = {
-    name for call in (OmniSystem.generate, OmniSystem.submit) for name in inspect.signature(call).parameters
+    name
+    for call in (OmniSystem.generate, OmniSystem.submit, OmniSystem.encode)
+    for name in inspect.signature(call).parameters
 }
-"""The arguments of ``generate`` that are not engines' parameters. A client's field must not have such a name."""
+"""The arguments of ``generate`` that are not engines' parameters, and those of ``encode`` ("pooling"), which requests
+for an answer do not have. A client's field must not have such a name."""
 
 
 def parse(fields: Mapping[str, Any], schema: type[Body], *, strict: bool = True) -> tuple[Body, dict[str, Any]]:
@@ -357,6 +369,9 @@ def effective(params: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
     defaults = {name for stage in pipeline.stages.values() for name in stage.defaults}
     takes_all = any(pipeline.spec(stage).params is None for stage in pipeline.stages)
     found: dict[str, Any] = {}
+    if not isinstance(params.get("lora", ""), str):
+        message = "lora: the name of an adapter was expected; the server's operator loads adapters"
+        raise bad_request(message, "lora")
     for name, value in params.items():
         if name in WITHOUT_EFFECT and value == WITHOUT_EFFECT[name] and name not in defaults:
             continue

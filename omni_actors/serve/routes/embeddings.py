@@ -23,6 +23,8 @@ async def embeddings(request: Request) -> Response:
     """Embed one or several texts."""
     system, body, params = open_body(request, await read_json(request), EmbeddingRequest)
     prompts = raw_prompts(body.input, "input")
+    if not body.add_special_tokens:
+        params.setdefault("tokenization_kwargs", {"add_special_tokens": False})
     request.scope[SCOPE_KEY].release()
     names = dict.fromkeys(("prompt", "prompt_token_ids", "messages"), "input")
     with unsupported_as_501(), renaming(names):

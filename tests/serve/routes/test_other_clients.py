@@ -191,6 +191,37 @@ def test_arguments_of_the_processor_reach_the_pipeline(viewer: openai.OpenAI) ->
     assert (error.param, error.code) == ("mm_processor_kwargs.size", "unknown_parameter")
 
 
+def test_the_processors_fields_in_a_part_are_refused(viewer: openai.OpenAI) -> None:
+    """They were ignored, though they change what the model sees."""
+    for kind, fields in (("image", ["min_pixels", "max_pixels"]), ("video", ["min_pixels", "max_pixels", "fps"])):
+        for field in fields:
+            part = {"type": f"{kind}_url", f"{kind}_url": {"url": "data:,"}, field: 784}
+            assert refused(viewer, heard(part)).param == f"messages[0].content[0].{field}"
+
+
+@pytest.mark.parametrize("field", [{"pooling": "mean"}, {"normalize": True}])
+def test_fields_of_embeddings_are_none_of_answers(author: openai.OpenAI, field: dict[str, Any]) -> None:
+    """With a pooling, the answer was empty."""
+    error = refused(author, model="writer", extra_body=field)
+    assert (error.param, error.code) == (next(iter(field)), "unknown_parameter")
+    with pytest.raises(openai.BadRequestError):
+        author.completions.create(model="writer", prompt="hello", extra_body=field)
+
+
+def test_a_client_names_an_adapter_and_loads_none(author: openai.OpenAI) -> None:
+    error = refused(author, model="writer", extra_body={"lora": {"name": "style", "path": "/adapters/style"}})
+    assert error.param == "lora"
+    assert "the server's operator loads adapters" in error.message
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_special_tokens_of_embeddings(author: openai.OpenAI, adds: bool) -> None:
+    """The tokenizer of the tiny model adds none."""
+    asked = {"add_special_tokens": adds}
+    found = [author.embeddings.create(model="writer", input="hello", extra_body=each) for each in ({}, asked)]
+    assert found[0].data == found[1].data
+
+
 def test_tokenize_takes_the_defaults_of_vllms_fields(writer: Server) -> None:
     more = {"continue_final_message": False, "chat_template_kwargs": {}}
     tokens = [writer.http.post("/tokenize", json={"messages": HELLO, **each}).json()["tokens"] for each in ({}, more)]
