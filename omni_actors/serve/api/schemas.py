@@ -94,7 +94,7 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("sampling_params", "sampling_params_list", "stage_params", "stage_sampling"), _BY_STAGE),
     **{f"{kind}s": f"a part of a message's content, of the type '{kind}_url'" for kind in ("audio", "image", "video")},
     **{f"guided_{form}": f"structured_outputs: {{{form!r}: …}}" for form in ("choice", "grammar", "json", "regex")},
-    **dict.fromkeys(("height", "width"), "size, such as '1024x768'"),
+    **dict.fromkeys(("height", "width"), "size"),
     **dict.fromkeys(("guidance_scale", "true_cfg_scale"), "guidance"),
     "extra_body": "its fields in the body itself",
     "num_inference_steps": "steps",
@@ -104,7 +104,10 @@ ELSEWHERE: dict[str, str] = {
     "truncate_prompt_tokens": "tokenization_kwargs: {'truncation': true, 'max_length': …}",
     "url": "the file as image",
 }
-"""Fields of vLLM, vLLM-Omni and SGLang-Omni that have another name or place here, and what to send instead."""
+"""Fields of vLLM, vLLM-Omni and SGLang-Omni that have another name or place here, and what to send instead.
+
+One that is the name of a parameter counts for pipelines whose engines have it.
+"""
 MAX_CHOICES = 128
 MAX_LISTED = 20
 """Names of models that an error lists."""
@@ -376,7 +379,9 @@ def effective(params: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
         if name in WITHOUT_EFFECT and value == WITHOUT_EFFECT[name] and name not in defaults:
             continue
         if name in ELSEWHERE and not takes_all and not takes_parameter(pipeline, name):
-            raise _unknown(name)
+            instead = ELSEWHERE[name]
+            if not instead.isidentifier() or takes_parameter(pipeline, instead):
+                raise _unknown(name)
         found[name] = value
     return found
 

@@ -11,6 +11,9 @@ from typing import Any
 import openai
 import pytest
 
+from omni_actors.config import load
+from omni_actors.serve.api.schemas import effective
+from omni_actors.serve.http.errors import HTTPError
 from tests.serve.conftest import GALLERY, Gallery
 from tests.support.http_server import Server, Start
 
@@ -155,9 +158,6 @@ def test_zero_counts_where_the_pipeline_has_another_default(start: Start) -> Non
         ("images", ["a.png"], "'image_url'"),
         ("guided_choice", ["yes", "no"], "structured_outputs: {'choice': …}"),
         ("guided_json", {"type": "object"}, "structured_outputs: {'json': …}"),
-        ("num_inference_steps", 20, "steps"),
-        ("true_cfg_scale", 4.0, "guidance"),
-        ("height", 1024, "size"),
         ("request_id", "a", "X-Request-ID"),
         ("session_id", "a", "X-Session-ID"),
     ],
@@ -172,6 +172,23 @@ def test_a_field_of_another_name_is_refused_with_the_name_here(
     assert (answer.status_code, error["param"], error["code"]) == (400, name, "unknown_parameter")
     assert f"{name!r}; send " in error["message"]
     assert instead in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("num_inference_steps", "steps"),
+        ("guidance_scale", "guidance"),
+        ("true_cfg_scale", "guidance"),
+        ("height", "size"),
+        ("width", "size"),
+    ],
+)
+def test_a_parameter_of_pictures_has_its_name_here_where_pictures_are_made(name: str, instead: str) -> None:
+    with pytest.raises(HTTPError, match=f"'{name}'; send {instead}$") as caught:
+        effective({name: 4}, load("shapes"))
+    assert caught.value.param == name
+    assert effective({name: 4}, load("echo")) == {name: 4}, "the engines say what they do not take"
 
 
 def test_minus_one_means_no_limit_of_rank(author: openai.OpenAI) -> None:
