@@ -114,18 +114,18 @@ class CannotWrite(OmniError):
         super().__init__(f"{self.what} cannot be written: {self.reason}")
 
 
-def require_writable(path: Path) -> None:
-    """Raise click.BadParameter, for ``--output``, unless a file can be written. It is left as it is."""
+def require_writable(path: Path, option: str = "--output") -> None:
+    """Raise click.BadParameter, for ``option``, unless a file can be written. It is left as it is."""
     try:
         if not path.parent.is_dir():
-            raise click.BadParameter(f"there is no directory {path.parent}", param_hint="--output")
+            raise click.BadParameter(f"there is no directory {path.parent}", param_hint=option)
         if not path.exists():
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
         elif not path.is_fifo():  # a pipe would be waited for, and its reader would see an end
             path.open("ab").close()
     except OSError as error:
-        raise click.BadParameter(str(CannotWrite(path, error)), param_hint="--output") from error
+        raise click.BadParameter(str(CannotWrite(path, error)), param_hint=option) from error
 
 
 def echo_json(json: str) -> None:

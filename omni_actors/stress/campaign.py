@@ -19,6 +19,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from omni_actors.command_line import CannotWrite
 from omni_actors.installed import is_importable
 from omni_actors.stress import leaks
 from omni_actors.stress import schedule as schedules
@@ -179,8 +180,12 @@ def _seed(given: int | None) -> int:
 
 
 def _write_json(file: Path | None, figures: Mapping[str, Any]) -> None:
+    """Write the figures. Raises CannotWrite."""
     if file is not None:
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
+        try:
+            file.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
+        except OSError as error:
+            raise CannotWrite(file, error) from error
 
 
 def _print_violations(violations: Sequence[Violation]) -> None:

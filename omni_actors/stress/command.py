@@ -9,11 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from omni_actors import config as configuration
-from omni_actors.command_line import PIPELINE, Number, click_errors, override_option
+from omni_actors.command_line import PIPELINE, Number, click_errors, override_option, require_writable
 
 AT_LEAST_1 = click.IntRange(min=1)
+SHARED = {"cluster", "json_file", "assignments"}
+MODES = {
+    "simulate": {"seed", "nodes", "json_file"},
+    "soak": {"minutes", *SHARED},
+    "replay": {"times", *SHARED},
+}
+"""The parameters that have an effect in each mode. Without one of these options, the command searches."""
 
 
 @click.command()
@@ -45,7 +53,9 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="Write the figures to this file.",
 )
 @override_option
+@click.pass_context
 def stress_command(
+    context: click.Context,
     config: str,
     minutes: float | None,
     faults: int | None,
@@ -69,15 +79,16 @@ def stress_command(
     --simulate ignores PIPELINE: it draws its own pipelines, with simulated workers, in one process. The n-th schedule
     has the seed --seed + n.
     """
-    if nodes is not None and simulate is None:
-        raise click.UsageError("--nodes needs --simulate")
+    _refuse_options_without_effect(context)
+    if json_file is not None:
+        require_writable(json_file, "--json")
     from omni_actors.stress import campaign as campaigns  # slow to import; other commands do not need it
 
-    if simulate is not None:
-        if campaigns.simulate(simulate, seed, json_file, nodes=nodes or 0):
-            raise SystemExit(1)
-        return
     with click_errors(verbose=True):
+        if simulate is not None:
+            if campaigns.simulate(simulate, seed, json_file, nodes=nodes or 0):
+                raise SystemExit(1)
+            return
         campaign = campaigns.Campaign(config, configuration.parse_overrides(assignments), json_file, cluster)
         if soak:
             violations = campaign.soak(minutes)
@@ -87,3 +98,18 @@ def stress_command(
             violations = campaign.search(minutes, faults, seed, operations, shrink_s)
     if violations:
         raise SystemExit(1)
+
+
+def _refuse_options_without_effect(context: click.Context) -> None:
+    options = [each for each in context.command.params if isinstance(each, click.Option)]
+    names = {
+        str(each.name): each.opts[-1]
+        for each in options
+        if context.get_parameter_source(str(each.name)) is ParameterSource.COMMANDLINE
+    }
+    mode = next((each for each in MODES if each in names), None)
+    for name, option in names.items():
+        if mode is not None and name != mode and name not in MODES[mode]:
+            raise click.UsageError(f"{option} cannot be used with --{mode}")
+        if mode is None and name in ("nodes", "times"):
+            raise click.UsageError(f"{option} needs --{'simulate' if name == 'nodes' else 'replay'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import re
@@ -86,6 +87,7 @@ def test_without_hypothesis_the_error_names_the_command_that_installs_it(
         (("echo", "--replay", '["idle",null,[["submit","poem"]]]'), "'poem'"),
         (("no_such_pipeline",), "no_such_pipeline"),
         (("echo", "--set", "stages.first.step_timeout_s=0"), "step_timeout_s"),
+        (("echo", "--json", "nowhere/figures.json"), "there is no directory nowhere"),
     ],
 )
 def test_invalid_arguments_give_exit_code_2(
@@ -94,3 +96,36 @@ def test_invalid_arguments_give_exit_code_2(
     done = stress(*arguments)
     assert done.exit_code == 2, done.output
     assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--simulate", "1", "--soak"), "--soak cannot be used with --simulate"),
+        (("--simulate", "1", "--minutes", "1"), "--minutes cannot be used with --simulate"),
+        (("--simulate", "1", "--cluster", "agents"), "--cluster cannot be used with --simulate"),
+        (("--soak", "--replay", SCHEDULE), "--replay cannot be used with --soak"),
+        (("--soak", "--seed", "1"), "--seed cannot be used with --soak"),
+        (("--replay", SCHEDULE, "--faults", "1"), "--faults cannot be used with --replay"),
+        (("--simulate", "1", "--set", "stages.first.threads=2"), "--set cannot be used with --simulate"),
+        (("--times", "2"), "--times needs --replay"),
+        (("--nodes", "100"), "--nodes needs --simulate"),
+        (("--simulate", "1", "--json", "nowhere/figures.json"), "there is no directory nowhere"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(arguments: tuple[str, ...], words: str) -> None:
+    done = CliRunner().invoke(main, ["stress", *arguments])
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr
+
+
+def test_figures_that_cannot_be_written_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is read-only when the run ends."""
+
+    def refuse(path: Path, data: bytes) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    done = CliRunner().invoke(main, ["stress", "--simulate", "1", "--seed", "1", "--json", str(tmp_path / "figures")])
+    assert (done.exit_code, "Traceback" in done.output) == (1, False)
+    assert "figures cannot be written: Permission denied" in " ".join(done.stderr.split())
