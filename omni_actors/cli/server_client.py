@@ -132,6 +132,8 @@ class Server:
 
 def _reason(error: BaseException) -> str:
     """Return why a connection failed. An error of TLS has its words at the end of a chain of errors without any."""
+    if attempts := _failed_attempts(error):
+        return ", ".join(attempts)
     cause: BaseException | None = error
     while cause is not None and not str(cause):
         cause = cause.__cause__ or cause.__context__
@@ -139,6 +141,15 @@ def _reason(error: BaseException) -> str:
         return str(cause or type(error).__name__)
     hint = "; SSL_CERT_FILE=FILE trusts it" if cause.verify_code in UNKNOWN_ISSUER else ""
     return f"certificate verify failed: {cause.verify_message}{hint}"
+
+
+def _failed_attempts(error: BaseException) -> list[str]:
+    """Return why trio could not connect to any address of the host: they are in a group behind an error without it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ExceptionGroup):
+        cause = cause.__cause__ or cause.__context__
+    attempts = cause.exceptions if cause is not None else ()
+    return sorted({os.strerror(each.errno) for each in attempts if isinstance(each, OSError) and each.errno})
 
 
 @asynccontextmanager

@@ -45,6 +45,20 @@ def test_a_line_of_a_dataset_that_is_nested_too_deeply_is_named(tmp_path: Path) 
     assert "deep.jsonl:1: " in result.stderr
 
 
+def test_a_dataset_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (dataset := tmp_path / "sound.wav").write_bytes(b"RIFF\xb4")
+    result = CliRunner().invoke(main, ["bench", "--url", NO_SERVER, "--dataset", str(dataset)])
+    assert result.exit_code == 2
+    assert "sound.wav: it is not text in UTF-8" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("option", ["--json", "--markdown"])
+def test_a_file_of_figures_that_cannot_be_written_is_named_before_the_run(option: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "--url", NO_SERVER, option, "/proc/figures"])
+    assert result.exit_code == 2
+    assert f"Invalid value for {option}: /proc/figures cannot be written" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("words", ["1" * 5000, "1-" + "9" * 5000, "1000001"])
 def test_a_prompt_has_a_bounded_number_of_words(words: str) -> None:
     result = CliRunner().invoke(main, ["bench", "--url", NO_SERVER, "--words", words])

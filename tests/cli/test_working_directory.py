@@ -44,7 +44,8 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["ask", "--config", "echo", "hello"], 1, "could not be created: [Errno 2] No such file or directory"),
         (["draw", "a cat"], 2, "cannot be written: No such file or directory"),
         (["ask", "--config", "echo", "hello", "-o", "answer.wav"], 2, "cannot be written: No such file or directory"),
-        (["bench", "--json", "figures.json", "--url", "http://127.0.0.1:1"], 1, "the connection failed"),
+        (["bench", "--url", "http://127.0.0.1:1"], 1, "the connection failed"),
+        (["bench", "--json", "figures.json"], 2, "cannot be written: No such file or directory"),
     ],
 )
 def test_commands_run_in_a_directory_that_was_deleted(

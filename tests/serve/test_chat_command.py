@@ -275,7 +275,7 @@ def test_after_a_refusal_by_the_server_the_files_can_be_dropped(
 def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     code, out, err = pipe(tmp_path, "hello\n", "--url", "http://127.0.0.1:1")
     assert (code, out) == (1, "")
-    assert err.startswith("Error: http://127.0.0.1:1: the connection failed")
+    assert err.startswith("Error: http://127.0.0.1:1: the connection failed: Connection refused")
     assert len(err.splitlines()) == 1
 
 

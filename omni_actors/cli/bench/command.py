@@ -22,7 +22,7 @@ from omni_actors.cli.bench.summary import BOUNDED, Summary, summarize
 from omni_actors.cli.bench.workload import Arrivals, DatasetError, Prompt, made_prompts, read_dataset, repeated
 from omni_actors.cli.running import notes, run
 from omni_actors.cli.server_client import open_server
-from omni_actors.command_line import KEY_OPTION, TEXT, URL, URL_OPTION, Number
+from omni_actors.command_line import KEY_OPTION, TEXT, URL, URL_OPTION, Number, require_writable
 from omni_actors.plain_text import clean
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
@@ -128,9 +128,9 @@ class _Files:
 
     def __init__(self, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
         self._json, self._markdown, self._plot = json, markdown, plot
-        for path in (json, markdown, plot):
-            if path is not None and not path.parent.is_dir():
-                raise click.BadParameter(f"there is no directory {path.parent}")
+        for option, path in {"--json": json, "--markdown": markdown, "--plot": plot}.items():
+            if path is not None:
+                require_writable(path, option)
         if plot is not None:
             try:
                 accepted = report.plot_formats()  # a run of minutes should not fail at its end
@@ -156,7 +156,9 @@ def _prompts(words: str, dataset: Path | None, load: Load) -> Iterator[Prompt]:
     if dataset is not None:
         try:
             found = read_dataset(dataset)
-        except (DatasetError, OSError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise click.BadParameter(f"{dataset}: it is not text in UTF-8", param_hint="--dataset") from error
+        except (DatasetError, OSError) as error:
             raise click.BadParameter(str(error), param_hint="--dataset") from error
         if load.endpoint == "transcriptions" and any(prompt.audio is None for prompt in found):
             raise click.BadParameter(f"{dataset}: {_NO_SOUND}", param_hint="--dataset")
