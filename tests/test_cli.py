@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -174,6 +175,22 @@ def test_a_spoken_question_to_a_pipeline_without_audio_input_is_refused(talkativ
     result = invoke("ask", "--config", str(talkative), "--audio", str(path))
     assert result.exit_code == 1
     assert "'audio'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["hi", "--temperature", "1"], "'temperature'"), (["hi", "-o", "hi.wav"], "'audio'")]
+)
+def test_a_wrong_request_ends_before_the_models_are_loaded(
+    talkative: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def load(*_: object, **__: object) -> None:
+        raise AssertionError("the command waits for the models")
+
+    monkeypatch.setattr(import_module("omni_actors.cli.ask"), "wait_ready", load)
+    monkeypatch.chdir(tmp_path)
+    result = invoke("ask", "--config", str(talkative), *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

@@ -103,6 +103,33 @@ def test_wrong_arguments_end_before_anything_starts(arguments: tuple[str, ...], 
     assert words in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--size", "10"), "size: expected"),
+        (("--strength", "2"), "strength: expected"),
+        (("--steps", "100000"), "steps: expected"),
+        (("-n", "64", "--size", "10"), "size: expected"),
+        (("--config", "echo"), "unknown modalities 'image'"),
+    ],
+)
+def test_a_wrong_request_ends_before_the_models_are_loaded(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def load(*_: object) -> None:
+        raise AssertionError("the command waits for the models")
+
+    monkeypatch.setattr(drawing, "wait_ready", load)
+    result = invoke("a cat", "-o", tmp_path / "cat.png", *arguments)
+    assert result.exit_code == 1
+    assert words in result.stderr
+
+
+def test_as_many_pictures_as_the_pipeline_admits_requests(painting: Path, tmp_path: Path) -> None:
+    result = invoke("a cat", "--config", painting, "-o", tmp_path / "cat.png", "-n", 2, "-s", "limits.max_requests=2")
+    assert result.exit_code == 0, result.output
+
+
 def test_a_file_in_the_way_ends_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "cat-2.png").mkdir()
     result = invoke("a cat", "-o", tmp_path / "cat.png", "-n", 2)

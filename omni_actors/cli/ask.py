@@ -95,13 +95,16 @@ async def _ask(
     params: dict[str, Any],
 ) -> None:
     async with OmniSystem.open(pipeline, wait_ready=False) as omni:
-        await wait_ready(omni, quiet=as_json)
-        answer = omni.generate(
+        request = partial(
+            omni.generate,
             question,
             multi_modal_data={"audio": clip} if clip else None,
             modalities=("text", "audio") if output else ("text",),
             **params,
         )
+        request().abort()  # a wrong argument ends the command before the models are loaded
+        await wait_ready(omni, quiet=as_json)
+        answer = request()
         text: list[str] = []
         failure: CannotWrite | None = None  # of the sound file; the rest of the answer is still printed
         with SoundWriter(output) if output else nullcontext() as sound_file:

@@ -127,8 +127,10 @@ async def _draw(pipeline: configuration.Pipeline, prompt: str, *, output: Path, 
     count, seed = arguments["n"], arguments["seed"]
     finished: Counter[int] = Counter()
     async with OmniSystem.open(pipeline, wait_ready=False) as omni:
+        request: partial[Any] = partial(omni.generate, prompt, modalities=("image",), **arguments)
+        request().abort()  # a wrong argument ends the command before the models are loaded
         await wait_ready(omni)
-        pictures = omni.generate(prompt, modalities=("image",), **arguments)
+        pictures = request()
         for member in pictures.members:
             member.stream.relay(whole=False)  # the frames of a video are made faster than files are written
         with _Display(count) as display:
