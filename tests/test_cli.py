@@ -336,6 +336,13 @@ def test_help_names_every_command() -> None:
         assert main.get_command(click.Context(main), command) is not None
 
 
+@pytest.mark.parametrize("group", [(), ("config",)])
+def test_the_list_of_commands_cuts_no_sentence(group: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, [*group, "--help"], terminal_width=80)
+    assert result.exit_code == 0
+    assert "..." not in result.stdout.partition("Commands:")[2]
+
+
 def test_the_list_and_the_completion_of_commands_import_none_of_them() -> None:
     program = (
         "import sys; from omni_actors.cli import COMMANDS, main\n"

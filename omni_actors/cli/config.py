@@ -30,7 +30,7 @@ def config_group() -> None:
     """List and explain pipelines, and print the schema of their files."""
 
 
-@config_group.command("list")
+@config_group.command("list", short_help="Print the names of the shipped pipelines.")
 def list_configs() -> None:
     """Print the names of the pipelines that ship with omni_actors."""
     names = configuration.config_names()
@@ -39,13 +39,13 @@ def list_configs() -> None:
         click.echo(f"{name:{width}}  {configuration.load(name).description}")
 
 
-@config_group.command("schema")
+@config_group.command("schema", short_help="Print the JSON schema of a pipeline file.")
 def schema() -> None:
     """Print the JSON schema of a pipeline file, with which editors check and complete it."""
     echo_json(msgspec.json.format(msgspec.json.encode(json_schema()), indent=1).decode())
 
 
-@config_group.command("explain")
+@config_group.command("explain", short_help="Print what a pipeline's values are, and why.")
 @click.argument("config", metavar="[PIPELINE]", default="voice", type=PIPELINE)
 @click.option("--all", "show_all", is_flag=True, help="Print the default values too.")
 @click.option("--json", "as_json", is_flag=True, help="Print every value, as a JSON array of {path, value, origin}.")
