@@ -11,6 +11,7 @@ import pytest
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.stages.base import CLIENT, Decisions, StageFailure, StageRequest
+from omni_actors.stages.vllm.media import MARKS
 from tests.support.omni_questions import STORY, Ask
 
 SHOWN = Ask("what is this ?", audio=(0.3,), image=((64, 64),))
@@ -66,6 +67,25 @@ def test_a_raw_prompt_is_answered_like_its_conversation(engine: Any, driver: Any
     ids = np.array(engine._processor.tokenizer.encode(text))
     for prompt in (({"prompt": text}, {}), ({}, {"token_ids": ids})):
         assert answer(driver, [prompt if "messages" in chunk[0] else chunk for chunk in ask.chunks]) == expected
+
+
+@pytest.mark.parametrize("order", ["audio image", "audio text image", "text audio image text text"])
+def test_media_without_marks_fail_their_own_request(engine: Any, driver: Any, order: str) -> None:
+    """vLLM counts a token behind each medium, and takes adjacent ones for a video with its sound."""
+    processor, expected = engine._processor, answer(driver, Ask(STORY).chunks)
+    texts = {**processor._placeholders, "text": "text"}
+    prompt = {"prompt": "".join(texts[name] for name in order.split())}
+    media = [chunk for chunk in SHOWN.chunks if "messages" not in chunk[0]]
+    driver.start(1, downstream=False)
+    for chunk in [*media, (prompt, {})]:
+        driver.feed(1, *chunk, last="prompt" in chunk[0])
+    driver.start(2, max_tokens=8, ignore_eos=True)
+    driver.feed(2, *Ask(STORY).chunks[0], last=True)
+    outputs = driver.run()
+    [failure] = outputs[1]
+    assert isinstance(failure, StageFailure)
+    assert (failure.error.param, str(failure.error)) == ("prompt", MARKS)
+    assert ("".join(each.data.get("text", "") for each in outputs[2]), outputs[2][-1].data["prompt_tokens"]) == expected
 
 
 def test_embeddings_are_answered_like_their_tokens_wherever_they_are_resumed(engine: Any, driver: Any) -> None:
