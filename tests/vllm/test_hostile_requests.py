@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
+import xgrammar
 from vllm.v1.structured_output import StructuredOutputManager
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.stages.base import StageFailure, WarmsUp
+from omni_actors.stages.vllm import structures
 from tests.vllm.test_text import answer, ask, text_of
 
 QUESTION = "what is this ?"
@@ -62,6 +65,43 @@ def test_an_answer_that_vllm_ends_by_an_error_fails_alone(driver: Any, name: str
     assert failure.error.param == "structured_outputs"
     assert text_of(outputs[2]) == plain
     assert not driver.engine._requests
+
+
+def test_a_structure_that_is_too_large_to_convert_is_refused(driver: Any) -> None:
+    """vLLM converts it before it takes the request, in the engine's thread."""
+    convert, over = xgrammar.Grammar.from_json_schema, threading.Event()
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        over.wait(10)
+        return convert(*args, **kwargs)
+
+    with (
+        mock.patch.object(structures, "CHECK_S", 0.01),
+        mock.patch.object(xgrammar.Grammar, "from_json_schema", wait),
+        pytest.raises(InvalidRequest, match=r"takes more than 0\.01 s to convert") as refused,
+    ):
+        answer(driver, structured_outputs={"json": {"enum": ["x"]}})
+    over.set()
+    assert refused.value.param == "structured_outputs"
+    driver.live.discard(1)
+    assert not driver.engine._requests
+    assert text_of(answer(driver, structured_outputs={"json": {"enum": ["x"]}})) == '"x"'
+
+
+def test_a_structure_with_costly_masks_fails_its_own_request(driver: Any) -> None:
+    """With this one, each mask costs more than the one before."""
+    structured = {"regex": "((a{1,200}){1,200}){1,200}"}
+    plain = text_of(answer(driver, QUESTION, max_tokens=8))
+    with mock.patch.object(structures, "MASK_S", 0.0):
+        ask(driver, 1, QUESTION, structured_outputs=structured, max_tokens=8)
+        ask(driver, 2, QUESTION, max_tokens=8)
+        outputs = driver.run()
+    [failure] = outputs[1]
+    assert isinstance(failure, StageFailure)
+    assert isinstance(failure.error, InvalidRequest)
+    assert failure.error.param == "structured_outputs"
+    assert text_of(outputs[2]) == plain
+    assert set(text_of(answer(driver, QUESTION, structured_outputs=structured, max_tokens=8))) == {"a"}
 
 
 def test_warming_up_leaves_nothing_behind(driver: Any) -> None:

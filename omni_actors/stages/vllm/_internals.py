@@ -47,6 +47,8 @@ NAMES = (
     "vllm.v1.core.sched.utils:check_stop(max_model_len)",
     "vllm.v1.engine.logprobs:LogprobsProcessor.logprobs",
     "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
+    "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens(tokens)",
+    "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask(batch_index)",
     "vllm.v1.structured_output.request:StructuredOutputRequest.grammar",
     "vllm.v1.structured_output.request:StructuredOutputRequest._grammar",
     "vllm.v1.engine:EngineCoreOutput.new_token_ids",
