@@ -6,7 +6,8 @@ the one before: 0.04 s more with 50,000 tokens. All requests wait meanwhile, unt
 
 Rules
 1. vLLM's own check of a request runs in a thread first. If it takes longer than ``CHECK_S``, the request is refused
-   before vLLM checks it again, in the engine's thread. The thread goes on: nothing can stop it.
+   before vLLM checks it again, in the engine's thread. The thread goes on: nothing can stop it. While ``MOST_LATE``
+   such threads go on, requests with a structure are refused.
 2. An answer one of whose masks takes more than ``MASK_S`` of the engine's processor time ends with its next token, by
    the error that vLLM has for tokens that a structure rejects.
 """
@@ -26,14 +27,21 @@ from omni_actors.stages.base import InvalidRequest
 PARAM = "structured_outputs"
 CHECK_S = 5.0
 """As long as vLLM gives a regular expression."""
+MOST_LATE = 2
 MASK_S = 0.5
 """A mask usually takes less than 0.01 s."""
+_late: list[threading.Thread] = []
+"""The threads of checks that took longer than ``CHECK_S``."""
 
 
 def check(llm: Any, sampling: SamplingParams) -> None:
     """Let vLLM check a request's parameters if they have a structure. Raises what vLLM raises, InvalidRequest."""
     if sampling.structured_outputs is None:
         return
+    _late[:] = [each for each in _late if each.is_alive()]
+    if len(_late) >= MOST_LATE:
+        message = f"{PARAM}: {MOST_LATE} others that are too large are still being converted; try again later"
+        raise InvalidRequest(message, param=PARAM, code="unprocessable_input")
     config, tokenizer = llm.vllm_config, llm.get_tokenizer()
     arguments = config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer
     result: Future[None] = Future()
@@ -46,10 +54,12 @@ def check(llm: Any, sampling: SamplingParams) -> None:
         else:
             result.set_result(None)
 
-    threading.Thread(target=verify, name="structure", daemon=True).start()
+    thread = threading.Thread(target=verify, name="structure", daemon=True)
+    thread.start()
     try:
         result.result(CHECK_S)
     except TimeoutError:
+        _late.append(thread)
         message = f"{PARAM}: it takes more than {CHECK_S:g} s to convert; give it fewer or smaller repetitions"
         raise InvalidRequest(message, param=PARAM, code="unprocessable_input") from None
 
