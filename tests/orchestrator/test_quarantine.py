@@ -26,6 +26,16 @@ def test_a_quarantine_ends_after_its_time() -> None:
     assert not quarantine
 
 
+def test_each_fingerprint_is_refused_until_its_own_time() -> None:
+    """Also if one was added again after the others."""
+    quarantine = Quarantine(10.0)
+    for now, fingerprint_ in enumerate("aba"):
+        quarantine.add(fingerprint_, Culprit("mouth"), float(now))
+    quarantine.check("b", 11.0)
+    with pytest.raises(Quarantined, match="next 1 s"):
+        quarantine.check("a", 11.0)
+
+
 def test_only_the_latest_fingerprints_are_kept() -> None:
     quarantine = Quarantine(10.0)
     for number in range(MAX_ENTRIES + 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from copy import deepcopy
 from itertools import chain, combinations, product
 from typing import Any
@@ -201,6 +201,21 @@ def test_an_obstacle_to_replays_ends_only_requests_that_need_one(all_states: lis
             assert (verdict == Untouched()) == (decide(state) == Untouched())
 
 
+def test_a_request_waits_for_an_unneeded_stage_that_will_finish() -> None:
+    """The client has all of b's output, and b has still to report that it has finished."""
+    output = {"b": ALL}
+
+    def idle(phases: Mapping[str, Phase], **state: Any) -> Set[str]:
+        return idle_stages(state_of(ROUTES["two"], phases, output=output, **state))
+
+    assert idle({}) == set()
+    assert idle({"a": LOST}, complete={("b", "a")}) == set()
+    assert idle({"a": LOST}) == {"b"}
+    assert idle({"a": FINISHED}, failed="b") == {"b"}
+    assert idle({"a": FINISHED}, restarted="b") == {"b"}
+    assert idle({"a": FINISHED, "b": FINISHED}, restarted="b") == set()
+
+
 THREE = ROUTES["three, the middle emits"]
 LOST_B = {"b": Phase.LOST}
 
@@ -228,6 +243,14 @@ LOST_B = {"b": Phase.LOST}
 )
 def test_the_obstacles_to_a_replay_in_order(evicted: str, terms: dict[str, Any], verdict: Verdict) -> None:
     assert decide(state_of(THREE, LOST_B, evicted=evicted), **terms) == verdict
+
+
+def test_the_stage_that_was_replayed_most_often_decides_whether_replays_are_used_up() -> None:
+    state = state_of(THREE, {"b": Phase.LOST, "c": Phase.LOST})
+    verdict = decide(state, charges={"b": 0, "c": 2})
+    assert verdict == Fail("it was replayed 2 times already (limits.replays)")
+    assert isinstance(verdict, Fail)
+    assert verdict.used_up
 
 
 def test_evicted_live_input_is_an_obstacle_for_the_stages_that_it_enters_only() -> None:
