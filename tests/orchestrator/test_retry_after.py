@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omni_actors.orchestrator.retry_after import RECENT, RetryAfterEstimator
+from omni_actors.orchestrator.retry_after import RECENT, SAMPLED, RetryAfterEstimator
 
 
 def request(work: float = 1.0, *, submitted: float = 0.0, took: float = 0.0, stages: tuple[str, ...] = ("a",)) -> Any:
@@ -24,8 +24,17 @@ def test_without_experience_the_age_of_the_oldest_request_counts() -> None:
 def test_one_of_n_requests_ends_in_an_nth_of_the_usual_duration() -> None:
     estimator = RetryAfterEstimator()
     for took in (10.0, 30.0):
-        estimator.add(request(took=took))
-    assert estimator.retry_after_s([request()] * 4, 0.0, {}) == pytest.approx(5.0)
+        estimator.add(request(submitted=100.0, took=took))
+    now = 140.0
+    assert estimator.retry_after_s([request(submitted=now)] * 4, now, {}) == pytest.approx(5.0)
+    assert estimator.retry_after_s([request(submitted=now)], now, {}) == pytest.approx(20.0)
+    assert estimator.retry_after_s([request(submitted=now - 25.0)], now, {}) == pytest.approx(25.0)
+
+
+def test_requests_in_flight_beyond_the_sample_count_too() -> None:
+    estimator = RetryAfterEstimator()
+    estimator.add(request(took=20.0 * SAMPLED))
+    assert estimator.retry_after_s([request()] * 2 * SAMPLED, 0.0, {}) == pytest.approx(10.0)
 
 
 def test_more_work_is_expected_to_take_longer() -> None:
