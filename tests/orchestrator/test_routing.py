@@ -92,6 +92,13 @@ def test_round_robin_goes_on_where_it_was_after_the_request_of_a_session() -> No
     assert chosen == [1, 2, 0, 1, 2, 0]
 
 
+def test_a_choice_among_one_replica_is_remembered_where_a_later_one_depends_on_it() -> None:
+    assert not StageRouting("least_outstanding").remembers(asks(TEXT))
+    assert StageRouting("least_outstanding").remembers(asks(session="a"))
+    assert StageRouting("round_robin").remembers(asks(TEXT))
+    assert StageRouting("prefix").remembers(asks(TEXT))
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "SESSIONS", 3)
     monkeypatch.setattr(routing, "PREFIXES", 4)
