@@ -103,9 +103,11 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "SESSIONS", 3)
     monkeypatch.setattr(routing, "PREFIXES", 4)
     stage = StageRouting("prefix")
-    for number in range(10):
+    for number in range(9):
         stage.choose([replica(0)], asks(f"{number}" * 600, f"{number}"))
-    assert list(stage._sessions) == ["7", "8", "9"]
+    for number in (7, 9):
+        stage.choose([replica(0)], asks(f"{number}" * 600, f"{number}"))
+    assert list(stage._sessions) == ["8", "7", "9"], "the latest ones"
     assert len(stage._prefixes) == 4
 
 
@@ -119,6 +121,20 @@ def test_a_conversation_that_goes_on_has_the_hashes_of_its_beginning() -> None:
     assert len(hashes(begun)) == 8
     assert hashes(longer)[:8] == hashes(begun)
     assert hashes([{"role": "system", "content": "!" + TEXT}])[0] != hashes(begun)[0]
+
+
+def test_a_block_is_hashed_when_it_is_whole() -> None:
+    assert len(hashes([{"": "x" * (routing.BLOCK_BYTES - 9)}])) == 0
+    assert len(hashes([{"": "x" * (routing.BLOCK_BYTES - 8)}])) == 1, "with the 8 bytes of the name 'messages'"
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [("x", "y"), (1, 2), (True, False), ([1, 2], [1, 3]), (b"x", b"y"), (1.5, 2.5), ({"a": 1}, {"b": 1})],
+)
+def test_prompts_that_begin_differently_have_other_hashes(value: object, other: object) -> None:
+    rest = {"content": TEXT}
+    assert hashes([{"a": value}, rest])[0] != hashes([{"a": other}, rest])[0]
 
 
 def test_hashes_of_any_input() -> None:
