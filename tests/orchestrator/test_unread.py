@@ -53,8 +53,10 @@ def test_a_whole_answer_is_charged_until_it_is_released(unread: Unread) -> None:
         unread.read(account, 100, 0.0)
         unread.ask(account, 0.0)
     assert unread.total == 200
-    unread.deliver(account, account.undelivered, 0.0)
-    assert unread.total == 0
+    unread.deliver(account, 150, 0.0)
+    assert unread.total == 50
+    unread.deliver(account, 150, 0.0)
+    assert unread.total == account.charged == 0, "no more than there was"
 
 
 def test_a_full_window_pauses_until_half_of_it_is_read(unread: Unread) -> None:
@@ -89,6 +91,8 @@ def test_under_pressure_all_whole_answers_but_the_first_large_one_are_paused(unr
     unread.arrive(answers[0], SMALL_BYTES, 0.0)
     unread.arrive(answers[1], 100 * KIB, 0.0)
     assert unread.arrive(answers[2], 2048 * KIB, 0.0) == [streams[0], answers[2]]
+    assert streams[0].waiting_since == 0.0
+    assert answers[2].waiting_since is None, "it waits for another answer, not for its reader"
     unread.end(answers[1], 0.0)
     unread.close(answers[1], 0.0)
     assert unread.total > 1024 * KIB, "the pressure lasts"
@@ -102,6 +106,16 @@ def test_a_library_caller_is_not_paused_under_pressure(unread: Unread) -> None:
     unread.arrive(caller, 2048 * KIB, 0.0)
     assert unread.arrive(stream, 100 * KIB, 0.0) == [stream]
     assert not caller.paused
+
+
+def test_pressure_begins_above_half_of_the_limit_and_lasts_above_a_quarter(unread: Unread) -> None:
+    [caller], [stream] = opened(unread, 1), opened(unread, 1, "stream")
+    unread.arrive(stream, 100 * KIB, 0.0)
+    assert unread.arrive(caller, 1948 * KIB, 0.0) == []
+    assert unread.arrive(caller, 1, 0.0) == [stream]
+    assert unread.read(caller, 1024 * KIB, 0.0) == []
+    assert unread.read(caller, 1, 0.0) == [stream]
+    assert not stream.paused
 
 
 def test_pressure_ends_at_a_quarter_of_the_limit(unread: Unread) -> None:
@@ -130,6 +144,9 @@ def test_the_rate_is_measured_from_the_beginning_of_the_wait(unread: Unread) -> 
     unread.read(account, 4 * KIB, 13.0)
     unread.ask(account, 14.0)
     assert account.rate(14.0) == 1024.0
+    unread.read(account, 200 * KIB, 15.0)
+    unread.ask(account, 16.0)
+    assert (account.waited_s(17.0), account.rate(17.0)) == (0.0, math.inf), "the wait is over"
 
 
 def test_a_connection_below_the_minimum_rate_is_too_slow(unread: Unread) -> None:
@@ -168,6 +185,16 @@ def test_a_complete_answer_waits_for_its_reader_without_a_full_window(unread: Un
     unread.end(account, 1.0)
     assert account.waiting_since == 1.0
     assert unread.slow(1.0 + ROOM_GRACE_S)[0] is account
+    unread.read(account, 100 * KIB, 2.0)
+    assert account.waiting_since is None, "its reader has everything"
+
+
+def test_a_request_that_has_ended_is_not_counted_as_paused(unread: Unread) -> None:
+    [account] = opened(unread, 1, "stream")
+    unread.arrive(account, 300 * KIB, 0.0)
+    assert unread.paused == 1
+    unread.end(account, 0.0)
+    assert unread.paused == 0
 
 
 @pytest.mark.parametrize("is_over", [False, True])
@@ -191,10 +218,19 @@ def test_past_the_total_the_largest_small_request_ends() -> None:
     accounts = opened(unread, 3)
     for i, account in enumerate(accounts):
         unread.arrive(account, 300 + i, 0.0)
-    assert not unread.exceeded
-    unread.arrive(accounts[0], 100, 0.0)
+    unread.arrive(accounts[0], 97, 0.0)
+    assert not unread.exceeded, "1000 bytes are allowed"
+    unread.arrive(accounts[0], 1, 0.0)
     assert unread.exceeded
     assert unread.victim(0.0) is accounts[0]
+
+
+def test_past_the_total_a_request_that_waits_for_its_reader_ends_first(unread: Unread) -> None:
+    [caller], [stream] = opened(unread, 1), opened(unread, 1, "stream")
+    unread.arrive(stream, 300 * KIB, 0.0)
+    unread.arrive(caller, 4000 * KIB, 0.0)
+    assert unread.exceeded
+    assert unread.victim(0.0) is stream, "the other one is larger"
 
 
 def test_closing_an_account_twice_frees_its_charge_once(unread: Unread) -> None:
