@@ -160,6 +160,20 @@ def test_a_connection_below_the_minimum_rate_is_too_slow(unread: Unread) -> None
     assert unread.too_slow_at(account) == 5.0 + 20.0, "the undelivered piece may be on its way"
     unread.ask(account, 7.0)
     assert unread.too_slow_at(account) == 5.0 + 20.0
+    unread.read(account, 220 * KIB, 8.0)
+    unread.ask(account, 9.0)
+    assert unread.too_slow_at(account) == math.inf, "the stages lag behind, not the connection"
+
+
+def test_of_a_whole_answer_only_what_was_sent_counts_as_read(unread: Unread) -> None:
+    [account] = opened(unread, 1, "whole")
+    unread.arrive(account, 100 * KIB, 0.0)
+    unread.read(account, 100 * KIB, 0.0)
+    unread.end(account, 5.0)
+    account.sending = True
+    assert unread.too_slow_at(account) == 5.0 + RATE_GRACE_S
+    unread.deliver(account, 80 * KIB, 6.0)
+    assert unread.too_slow_at(account) == 5.0 + 20.0
 
 
 def test_the_slowest_reader_is_found_among_long_waits_for_large_output(unread: Unread) -> None:
@@ -190,7 +204,7 @@ def test_a_complete_answer_waits_for_its_reader_without_a_full_window(unread: Un
 
 
 def test_a_request_that_has_ended_is_not_counted_as_paused(unread: Unread) -> None:
-    [account] = opened(unread, 1, "stream")
+    account, _ = opened(unread, 2, "stream")
     unread.arrive(account, 300 * KIB, 0.0)
     assert unread.paused == 1
     unread.end(account, 0.0)
@@ -231,6 +245,8 @@ def test_past_the_total_a_request_that_waits_for_its_reader_ends_first(unread: U
     unread.arrive(caller, 4000 * KIB, 0.0)
     assert unread.exceeded
     assert unread.victim(0.0) is stream, "the other one is larger"
+    unread.close(stream, 0.0)
+    assert unread.victim(0.0) is caller
 
 
 def test_closing_an_account_twice_frees_its_charge_once(unread: Unread) -> None:
