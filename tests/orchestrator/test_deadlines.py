@@ -87,3 +87,19 @@ async def test_entries_are_bounded_by_the_registered_requests() -> None:
         deadlines.remove(passing)
     assert len(deadlines._heap) <= 2 + STALE + 2
     assert len(deadlines._requests) == 1
+
+
+async def test_requests_expire_in_order_after_stale_entries_were_removed(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    watched, begin, moving = Watched(), trio.current_time(), request("moving")
+    for number in range(9, 0, -1):
+        watched.deadlines.set(request(str(number)), begin + number)
+    for number in range(3 * STALE):
+        watched.deadlines.set(moving, begin + 1000 - number)
+    assert len(watched.deadlines._heap) <= 2 * 10 + STALE
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watched.deadlines.run, watched.expire)
+        await trio.sleep(9.5)
+        nursery.cancel_scope.cancel()
+    assert [(name, round(at - begin)) for name, at in watched.expired] == [(str(n), n) for n in range(1, 10)]
