@@ -24,7 +24,9 @@ async def test_replays_are_counted_by_the_death_that_they_follow(
     replay_log = ReplayLog()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(replay_log.run)
+        await trio.testing.wait_all_tasks_blocked()
         replay_log.add(FIRST, 0.5, is_resumed=True, successor=0)
+        await trio.sleep(TOGETHER_S / 2)
         replay_log.add(SECOND, 0.1, is_resumed=False, successor=2)
         replay_log.add(FIRST, 0.6, is_resumed=False, successor=0)
         await trio.sleep(2 * TOGETHER_S)
@@ -59,9 +61,12 @@ async def test_requests_that_a_death_ends_are_counted_by_the_reason(
     used_up = StageCrashed("mind", 0, 1, FIRST.exit, not_replayed="it was replayed 2 times already", retryable=False)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(replay_log.run)
+        await trio.testing.wait_all_tasks_blocked()
         for crash in (FIRST, used_up, FIRST):
             replay_log.add_lost(crash)
+            await trio.sleep(TOGETHER_S / 4)
         await trio.sleep(2 * TOGETHER_S)
+        assert len(caplog.records) == 2
         nursery.cancel_scope.cancel()
     assert [(r.levelname, r.event.requests, r.event.reason, r.event.retryable) for r in caplog.records] == [
         ("ERROR", 2, None, True),
