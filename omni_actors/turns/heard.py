@@ -106,7 +106,8 @@ class SpokenAnswer:
         start, stop = self._place(sentence, after)
         is_whole = self._complete or number + 1 < len(self._sentences)
         rate = None if is_whole else self._letters / self._frames
-        return self._text[: max(after, start + self._heard_of(sentence, self._text[start:stop], played, rate))]
+        count = self._heard_of(sentence, self._text[start:stop], played, rate)
+        return self._text[: start + count if count else after]
 
     def _end(self, sentence: _Sentence) -> None:
         """Settle where the next sentence ends that is over."""

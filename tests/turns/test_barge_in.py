@@ -50,6 +50,15 @@ def test_short_speech_is_a_backchannel() -> None:
         assert barge_in.stopped(stopped) == [Decision.BACKCHANNEL]
 
 
+def test_speech_that_is_forgotten_is_not_judged() -> None:
+    barge_in = BargeIn(ignores_backchannels=True)
+    barge_in.started(SpeechStarted(700, 1000), playing=True, heard=True)
+    assert barge_in.is_undecided
+    barge_in.reset()
+    assert not barge_in.is_undecided
+    assert barge_in.advanced(9000) is None
+
+
 def test_short_speech_cuts_an_answer_that_is_only_computed() -> None:
     barge_in = BargeIn(ignores_backchannels=True)
     assert barge_in.started(SpeechStarted(700, 1000), playing=True, heard=False) is Decision.CUT

@@ -41,6 +41,18 @@ def test_silence_carries_no_words() -> None:
     assert [answer.heard(ms) for ms in (900, 1600, 4900, 5400, 5600)] == ["", "one", "one", "one", "one two"]
 
 
+def test_the_chunks_in_which_sound_arrives_do_not_matter() -> None:
+    whole, pieces = SpokenAnswer(), SpokenAnswer()
+    sound = np.concatenate([loud(1), silence(0.5), loud(2)])
+    whole.add_sound(sound, RATE, "one two six ten")
+    for begin in range(0, len(sound), 777):
+        pieces.add_sound(sound[begin : begin + 777], RATE, None if begin else "one two six ten")
+    for answer in (whole, pieces):
+        answer.add_text("one two six ten")
+        answer.finish()
+    assert [pieces.heard(ms) for ms in range(0, 4000, 50)] == [whole.heard(ms) for ms in range(0, 4000, 50)]
+
+
 def test_sentences_begin_with_their_sound() -> None:
     """The words of a slow sentence do not move those of the next."""
     answer = SpokenAnswer()
@@ -61,8 +73,35 @@ def test_a_sentence_that_is_not_spoken_is_heard_with_the_next() -> None:
     answer.add_sound(loud(1), RATE, "Yes.")
     answer.add_sound(loud(1), RATE, "No.")
     answer.finish()
-    assert answer.heard(1000) == "Yes."
-    assert answer.heard(1900) == "Yes. :-) No."
+    assert [answer.heard(ms) for ms in (1000, 1400)] == ["Yes."] * 2
+    assert answer.heard(1600) == "Yes. :-) No."
+
+
+def test_a_sentence_is_looked_for_behind_those_before_it() -> None:
+    answer = SpokenAnswer()
+    answer.add_text("No. No. No. No way.")
+    for sentence in ("No.", "No.", "No.", "No way."):
+        answer.add_sound(loud(1), RATE, sentence)
+    answer.finish()
+    heard = [answer.heard(ms) for ms in (900, 1900, 2900, 3400)]
+    assert heard == ["No.", "No. No.", "No. No. No.", "No. No. No. No"]
+
+
+def test_the_length_of_a_sentence_is_known_when_the_next_one_begins() -> None:
+    answer = SpokenAnswer()
+    answer.add_text("One two six ten. And more.")
+    answer.add_sound(loud(0.4), RATE, "One two six ten.")
+    assert answer.heard(390) == "One two", "this would be faster than usual, so there may be more sound"
+    answer.add_sound(loud(0.1), RATE, "And more.")
+    assert answer.heard(390) == "One two six ten."
+
+
+def test_a_silent_sentence_is_heard_when_it_is_over() -> None:
+    answer = SpokenAnswer()
+    answer.add_text("Hm. Hm. Go.")
+    for sentence, sound in (("Hm.", silence(1)), ("Hm.", silence(1)), ("Go.", loud(1))):
+        answer.add_sound(sound, RATE, sentence)
+    assert [answer.heard(ms) for ms in (900, 1000, 1900, 2000)] == ["", "Hm.", "Hm.", "Hm. Hm."]
 
 
 def test_text_that_is_ahead_of_its_sound_was_not_heard() -> None:
@@ -110,6 +149,7 @@ def test_more_sound_never_means_fewer_words(
     assert all(answer.text.startswith(text) for text in heard)
     assert heard == sorted(heard, key=len)
     assert not is_finished or answer.heard(10**6) == answer.text
+    assert not any(text[-1:].isspace() for text in heard), "it ends with a whole word"
 
 
 @given(
