@@ -131,6 +131,14 @@ def test_every_bit_of_the_headers_constants_is_checked(word: int, error: Any, of
             )
 
 
+def test_positions_that_no_ring_reaches_are_refused() -> None:
+    with begun() as ring:
+        ring._segment.words[PRODUCER.position] = ring._segment.words[CONSUMER.position] = 1 << 63
+        for claim in (ring.claim_producer, ring.claim_consumer):
+            with pytest.raises(RingCorrupted, match="no tail"):
+                claim()
+
+
 def test_unused_bytes_of_the_header_may_hold_anything() -> None:
     with begun() as ring:
         for word in range(HEADER // 8):
