@@ -14,8 +14,10 @@ from omni_actors.protocol.messages import Decided
 TENSOR = np.arange(20_000, dtype=np.int32)
 
 
-def accept(sequence: ChunkSequence, seq: int, tensor: np.ndarray[Any, Any] = TENSOR, **header: Any) -> bool:
-    sent = ChunkHeader(1, "stage", seq, last=False, data={"text": "a"}, **header)
+def accept(
+    sequence: ChunkSequence, seq: int, tensor: np.ndarray[Any, Any] = TENSOR, *, last: bool = False, **header: Any
+) -> bool:
+    sent = ChunkHeader(1, "stage", seq, last=last, data={"text": "a"}, **header)
     buffers = chunks.encode(sent, {"codes": tensor})
     return sequence.accept(*chunks.decode(memoryview(b"".join(buffers))))
 
@@ -56,3 +58,14 @@ def test_a_chunk_of_a_resumable_stage_is_not_compared() -> None:
     assert accept(sequence, 0, decisions=(1,))
     assert not accept(sequence, 0, TENSOR + 1, decisions=(1,))
     assert sequence.received == 1
+
+
+def test_what_comes_after_the_last_chunk_is_dropped() -> None:
+    sequence = ChunkSequence(1, "stage")
+    assert accept(sequence, 0)
+    assert not sequence.complete
+    assert accept(sequence, 1, last=True)
+    assert sequence.complete
+    assert not accept(sequence, 2)
+    assert not accept(sequence, 0, TENSOR + 1), "it is not compared any more"
+    assert sequence.received == 2

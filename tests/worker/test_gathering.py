@@ -23,11 +23,16 @@ def harness() -> Iterator[LoopHarness]:
 
 
 class Noting(EchoEngine):
-    """Notes what it is fed: the texts of chunks, and what is in their tensors."""
+    """Notes what it is fed, the texts of chunks and what is in their tensors, and which requests it has to forget."""
 
     def __init__(self) -> None:
         super().__init__(stage_context())
         self.fed: list[tuple[str, int]] = []
+        self.aborted: list[RequestId] = []
+
+    def abort(self, request_id: RequestId) -> None:
+        self.aborted.append(request_id)
+        super().abort(request_id)
 
     def feed(self, request_id: RequestId, chunk: Chunk) -> None:
         sums = [int(tensor.numpy().sum()) for tensor in chunk.tensors.values()]
@@ -62,7 +67,8 @@ def test_a_ring_that_is_smaller_than_the_input_does_not_fill(harness: LoopHarnes
 
 def test_a_request_whose_input_exceeds_its_bound_is_refused_and_others_go_on(harness: LoopHarness) -> None:
     into, out = harness.input(), harness.output()
-    harness.run(echo())
+    engine = Noting()
+    harness.run(engine)
     harness.start(1)
     harness.start(2)
     send(into, 2, 0, text="small")
@@ -74,6 +80,7 @@ def test_a_request_whose_input_exceeds_its_bound_is_refused_and_others_go_on(har
     send(into, 1, 1, text="late", last=True)
     send(into, 2, 1, text="last", last=True)
     assert [receive(out).data["text"] for _ in range(2)] == ["small", "last"]
+    assert 1 in engine.aborted
 
 
 def test_the_input_of_all_requests_is_bounded_and_an_abort_frees_its_part(harness: LoopHarness) -> None:
