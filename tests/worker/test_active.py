@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.protocol.chunks import ChunkHeader
+from omni_actors.protocol.chunks import ChunkCorrupted, ChunkHeader
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address, Start
 from omni_actors.worker.active import ActiveRequest, ActiveRequests, stage_request
 
@@ -62,3 +65,34 @@ def test_a_replayed_request_takes_no_chunk_before_the_first_one() -> None:
     active = ActiveRequest(msgspec.structs.replace(start(1, (CLIENT,)), replayed=True), 0.0)
     accepted = [active.accept(chunk(1, CLIENT, seq, last=False), {}, UPSTREAM) for seq in (2, 3, 0, 1, 2)]
     assert accepted == [False, False, True, True, True]
+
+
+def test_a_request_that_is_not_replayed_misses_a_chunk() -> None:
+    active = ActiveRequest(start(1, (CLIENT,)), 0.0)
+    with pytest.raises(ChunkCorrupted, match="received chunk 1, expected chunk 0"):
+        active.accept(chunk(1, CLIENT, 1, last=False), {}, UPSTREAM)
+
+
+def test_a_target_replaces_the_earlier_replica_of_its_stage_and_needs_all_outputs() -> None:
+    first, other, second = Address("a", 0), Address("b", 0), Address("a", 1)
+    resumed = msgspec.structs.replace(start(1, (CLIENT,)), targets=(first, other), needed_from=(4, 7))
+    active = ActiveRequest(resumed, 0.0)
+    assert active.first_needed == 4
+    active.remove_targets("a")
+    assert (active.targets, active.first_needed) == ((other,), 7)
+    active.add_target(first)
+    assert (active.targets, active.first_needed) == ((other, first), 0)
+    active.add_target(second)
+    assert active.targets == (other, second)
+    assert list(active.stats("s", 0.0, 0.0).sent_bytes) == [str(each) for each in (first, other, second)]
+
+
+def test_the_first_input_is_timed_once() -> None:
+    active = ActiveRequest(start(1, (CLIENT,)), 0.0)
+    assert active.first_input is None
+    active.accept(chunk(1, CLIENT, 0, last=False), {}, UPSTREAM)
+    first = active.first_input
+    assert first is not None
+    assert active.started <= first <= time.monotonic()
+    active.accept(chunk(1, CLIENT, 1, last=False), {}, UPSTREAM)
+    assert active.first_input == first
