@@ -76,12 +76,14 @@ async def test_the_descriptors_of_a_dead_peer_are_unread_with_their_messages() -
     memories = [create_memory(number + 1) for number in range(6)]
     async with open_mailbox(ours, 2) as mailbox:
         send_all(theirs, [(CheckpointMemory(number), (fd,)) for number, fd in enumerate(memories)])
+        socket.send_fds(theirs, [b"\xff"], [0])  # undecodable: its descriptor is closed
         theirs.close()
         await trio.testing.wait_all_tasks_blocked()
         for number, (message, (fd,)) in enumerate(mailbox.unread()):
             assert message == CheckpointMemory(number)
             assert os.fstat(fd).st_size == number + 1
             os.close(fd)
+        assert mailbox.fault is not None
     assert number == 5
     assert len(open_descriptors()) == before
 
@@ -348,6 +350,11 @@ async def test_a_mailbox_is_congested_while_half_of_its_capacity_is_used() -> No
         assert not parent.congested
         parent.post(Abort(5))
         assert parent.congested, "messages that were sent count as those that were posted"
+    async with pair(9) as (parent, _):
+        for number in range(5):
+            assert not parent.congested
+            parent.post(Abort(number))
+        assert parent.congested
 
 
 async def test_descriptors_after_a_packet_that_finds_no_room_are_closed() -> None:
