@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import trio
 from trio.testing import MockClock
 
 from omni_actors.errors import Aborted, DeadlineExceeded, Overloaded, SlowConsumer
 from omni_actors.generation import Generation
+from omni_actors.orchestrator.readers import PIECES_A_TURN
 from omni_actors.protocol.messages import Address
 from tests.support.simulated_system import (
     NOT_PAUSABLE,
@@ -74,6 +77,39 @@ async def test_a_library_caller_that_reads_answers_in_turn_is_not_paused(autojum
         assert system.gauge("requests_paused") == 0
         for generation in reversed(generations):
             assert len(await read(generation)) == PIECES
+
+
+async def test_a_cancelled_reader_takes_no_piece(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
+        generation = system.ask(pieces=3)
+        await until(lambda: system.unread > 3 * PIECE)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await anext(aiter(generation))
+        assert scope.cancelled_caught
+        assert numbers(await read(generation)) == [0, 1, 2]
+
+
+async def test_other_tasks_run_while_a_reader_takes_what_has_arrived(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
+        generation = system.ask(whole=None)
+        await until(lambda: system.unread > PIECE * PIECES)
+        await trio.sleep(1)  # the request has ended
+        taken, seen = 0, list[int]()
+
+        async def look() -> None:
+            while True:
+                seen.append(taken)
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look)
+            async for _ in generation:
+                taken += 1
+            nursery.cancel_scope.cancel()
+        assert taken == PIECES
+        most = max(after - before for before, after in pairwise(seen))
+        assert PIECES_A_TURN <= most <= 2 * PIECES_A_TURN, "trio runs the tasks of a turn in any order"
 
 
 # bounds
@@ -219,6 +255,17 @@ async def test_a_stalled_connection_is_cut(autojump_clock: MockClock) -> None:
         assert (caught.value.limit, caught.value.bound) == ("read_bytes_s", 16384)
         with pytest.raises(SlowConsumer), generation.stream.delivering():
             raise AssertionError("the request is over")
+
+
+async def test_an_abort_lets_the_connection_take_what_is_being_sent(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
+        generation = system.ask()
+        await anext(aiter(generation))
+        with generation.stream.delivering() as scope:
+            generation.abort()
+            await trio.sleep(1)
+        assert not scope.cancel_called
+        assert system.unread == 0
 
 
 async def pass_on(generation: Generation, pace_s: float) -> int:
