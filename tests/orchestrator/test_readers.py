@@ -257,6 +257,18 @@ async def test_a_stalled_connection_is_cut(autojump_clock: MockClock) -> None:
             raise AssertionError("the request is over")
 
 
+async def test_a_connection_that_stalls_once_nothing_more_arrives_is_cut(autojump_clock: MockClock) -> None:
+    async with open_simulated_system() as system:
+        generation = system.ask()
+        await anext(aiter(generation))
+        await system.until_paused()
+        with trio.fail_after(WATCHDOG_S), generation.stream.delivering() as scope:
+            await trio.sleep_forever()
+        assert scope.cancelled_caught
+        with pytest.raises(SlowConsumer):
+            await read(generation)
+
+
 async def test_an_abort_lets_the_connection_take_what_is_being_sent(autojump_clock: MockClock) -> None:
     async with open_simulated_system() as system:
         generation = system.ask()
