@@ -109,8 +109,9 @@ def decide_replay(
     """
     survey = _survey(state)
     again = _starting_again(state, survey, recoverable)
+    computed_again = {name for name in again if state.stages[name].held}
     for name, stage in state.stages.items():
-        if stage.replay_failure is not None and name in survey.needed - again:
+        if stage.held and stage.replay_failure is not None and name in survey.needed - computed_again:
             return Fail(f"stage {name!r}: {stage.replay_failure}")
     restarts = tuple(name for name in state.stages if name in again)
     if not restarts:

@@ -239,6 +239,8 @@ class Unread:
             self._waiting.pop(account, None)
         if account.ended:
             _keep_if_large(self._places, account)
+        else:
+            self._places.pop(account, None)
 
     def _should_pause(self, account: Account) -> bool:
         if account.reader == "caller":
