@@ -249,7 +249,7 @@ def test_a_stage_gets_its_own_parameters_over_those_of_all(own: Any) -> None:
         ({"talkr": {}}, "sampling_params", "the stages thinker, talker, code2wav"),
         ({"talker": {"temperature": 1}}, "sampling_params.talker", "'temperature'"),
         ({"talker": 3}, "sampling_params.talker", "a mapping"),
-        ({"thinker": {"top_k": -1}}, "sampling_params.thinker.top_k", "top_k"),
+        ({"thinker": {"top_k": -2}}, "sampling_params.thinker.top_k", "top_k"),
         ({"code2wav": {"seed": 1}}, "sampling_params.code2wav", "none"),
         ([{}], "sampling_params", "one entry for each"),
         ("greedy", "sampling_params", "a mapping or a list"),

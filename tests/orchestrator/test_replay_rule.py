@@ -203,10 +203,9 @@ def test_an_obstacle_to_replays_ends_only_requests_that_need_one(all_states: lis
 
 def test_a_request_waits_for_an_unneeded_stage_that_will_finish() -> None:
     """The client has all of b's output, and b has still to report that it has finished."""
-    output = {"b": ALL}
 
     def idle(phases: Mapping[str, Phase], **state: Any) -> Set[str]:
-        return idle_stages(state_of(ROUTES["two"], phases, output=output, **state))
+        return idle_stages(state_of(ROUTES["two"], phases, whole="b", **state))
 
     assert idle({}) == set()
     assert idle({"a": LOST}, complete={("b", "a")}) == set()

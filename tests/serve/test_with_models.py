@@ -263,7 +263,7 @@ def test_speech_comes_while_it_is_made(voice: Any, client: openai.OpenAI) -> Non
         ({"top_p": 0}, "top_p", "invalid_value"),
         ({"seed": "x"}, "seed", "invalid_value"),
         ({"stop": ""}, "stop", "invalid_value"),
-        ({"extra_body": {"top_k": -1}}, "top_k", "invalid_value"),
+        ({"extra_body": {"top_k": -2}}, "top_k", "invalid_value"),
         ({"extra_body": {"temprature": 1}}, "temprature", "invalid_value"),
         ({"extra_body": {"speed": 2}}, "speed", "invalid_value"),
     ],
