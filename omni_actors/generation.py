@@ -73,6 +73,8 @@ class Generation:
         self._answer: Answer | None = None
         self._collecting = trio.Lock()
         """Held while a task reads the rest of the answer. Others that ask for it wait, and get the same one."""
+        self._collected = _Collected()
+        """What was read of it, also by a task that was cancelled or could not write its file."""
 
     @property
     def request_id(self) -> str:
@@ -90,7 +92,7 @@ class Generation:
     async def collect(self) -> Answer:
         """Read the rest of the answer and return it. Later calls, and those of other tasks meanwhile, return the same.
 
-        Cancellation loses the outputs that were already read. Raises the ``RequestError`` that ended the request.
+        Cancellation loses nothing: the next call reads on. Raises the ``RequestError`` that ended the request.
         """
         return await self._collect(None)
 
@@ -149,23 +151,16 @@ class Generation:
 
     async def _read_rest(self, file: SoundWriter | None) -> Answer:
         self.played_at = None
-        text: list[str] = []
-        sound: list[AudioChunk] = []
-        pictures: list[Picture] = []
-        data: dict[str, Mapping[str, Any]] = {}
-        metrics = None
+        collected = self._collected
+        if file is not None:
+            for chunk in collected.sound:
+                await file.write(chunk)
         async for output in self:
-            data[output.modality], metrics = output.data, output.metrics
-            if isinstance(output.delta, str):
-                text.append(output.delta)
-            elif isinstance(output.delta, Picture):
-                if output.delta.final:
-                    pictures.append(output.delta)
-            elif output.delta is not None:
-                sound.append(output.delta)
-                if file is not None:
-                    await file.write(output.delta)
-        return Answer(text="".join(text), audio=_joined(sound), pictures=tuple(pictures), data=data, metrics=metrics)
+            collected.add(output)
+            if file is not None and isinstance(output.delta, AudioChunk):
+                await file.write(output.delta)
+        self._collected = _Collected()
+        return collected.answer()
 
     def __aiter__(self) -> AsyncIterator[Output]:
         return self
@@ -256,6 +251,36 @@ class Generation:
                 for stage in request.route.stages
                 if (stats := request.stats.get(stage))
             },
+        )
+
+
+class _Collected:
+    """The outputs that were read of an answer."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self.sound: list[AudioChunk] = []
+        self._pictures: list[Picture] = []
+        self._data: dict[str, Mapping[str, Any]] = {}
+        self._metrics: RequestMetrics | None = None
+
+    def add(self, output: Output) -> None:
+        self._data[output.modality], self._metrics = output.data, output.metrics
+        if isinstance(output.delta, str):
+            self._text.append(output.delta)
+        elif isinstance(output.delta, Picture):
+            if output.delta.final:
+                self._pictures.append(output.delta)
+        elif output.delta is not None:
+            self.sound.append(output.delta)
+
+    def answer(self) -> Answer:
+        return Answer(
+            text="".join(self._text),
+            audio=_joined(self.sound),
+            pictures=tuple(self._pictures),
+            data=self._data,
+            metrics=self._metrics,
         )
 
 

@@ -49,7 +49,7 @@ class Generations:
 
         keep_errors: False: raise the error of the first request, in the order of the prompts, that failed. True: return
         such a request as an ``Answer`` with its ``error``.
-        Cancellation loses the outputs that were already read.
+        Cancellation loses nothing: the next call reads on.
         """
         answers = []
         for index, member in enumerate(self.members):

@@ -86,6 +86,27 @@ def test_tasks_that_collect_at_once_all_get_the_whole_answer(shared_system: Shar
     assert soundfile.info(tmp_path / "a.wav").duration == pytest.approx(3 * WORD_S)
 
 
+def test_a_read_that_is_cancelled_or_fails_takes_nothing_from_the_others(
+    shared_system: SharedSystem, tmp_path: Path
+) -> None:
+    """Also not when it has read a part of the answer: the next one begins where it was."""
+
+    async def read_in_parts(omni: OmniSystem) -> None:
+        generation = omni.generate(script="one two three", modalities=("audio",))
+        with pytest.raises(soundfile.LibsndfileError):
+            await generation.save(tmp_path / "nowhere" / "a.wav")  # when the first sound has come
+        with trio.CancelScope() as reading:
+            generation._on_interval = lambda *_: reading.cancel()  # when the next one has come
+            await generation.collect()
+        assert reading.cancelled_caught
+        found = await generation.save(tmp_path / "a.wav")
+        assert isinstance(found, omni_actors.AudioChunk)
+        assert found.duration_s == pytest.approx(3 * WORD_S)
+
+    shared_system.run(read_in_parts)
+    assert soundfile.info(tmp_path / "a.wav").duration == pytest.approx(3 * WORD_S)
+
+
 @pytest.mark.parametrize("suffix", ["wav", "flac", "ogg", "mp3"])
 def test_save_writes_the_sound_in_the_format_of_the_suffix(
     shared_system: SharedSystem, suffix: str, tmp_path: Path
