@@ -54,6 +54,7 @@ IGNORED_FIELDS = frozenset(
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
+    "priority": (0,),
     "echo": (False,),
     "suffix": ("",),
     "logprobs": (False,),
@@ -82,11 +83,16 @@ WITHOUT_EFFECT: dict[str, Any] = {
     **dict.fromkeys(
         ("continue_final_message", "include_stop_str_in_output", "use_beam_search", "early_stopping"), False
     ),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), False),
+    **dict.fromkeys(("return_token_ids", "return_token_offsets", "return_tokens_as_token_ids"), False),
     **dict.fromkeys(("add_generation_prompt", "include_reasoning", "spaces_between_special_tokens"), True),
     **{name: [] for name in ("bad_words", "documents")},
     **{name: {} for name in ("logit_bias", "chat_template_kwargs", "media_io_kwargs", "vllm_xargs", "extra_params")},
+    "embed_dtype": "float32",
+    "enable_response_messages": False,
+    "endianness": "native",
     "length_penalty": 1,
+    "mm_payload": "tensors",
+    "routed_experts_prompt_start": 0,
 }
 """Parameters of some engines, and fields that clients of vLLM send; the value of each that changes nothing."""
 _BY_STAGE = "the stages' parameters as fields of the body, such as temperature of the text and talker_temperature"
@@ -101,7 +107,7 @@ ELSEWHERE: dict[str, str] = {
     "num_outputs_per_prompt": "n to /v1/images/generations",
     "request_id": "the header X-Request-ID",
     "session_id": "the header X-Session-ID",
-    "truncate_prompt_tokens": "tokenization_kwargs: {'truncation': true, 'max_length': …}",
+    "truncate_prompt_tokens": "tokenization_kwargs: {'truncation': true, 'max_length': …, 'truncation_side': …}",
     "url": "the file as image",
 }
 """Fields of vLLM, vLLM-Omni and SGLang-Omni that have another name or place here, and what to send instead.

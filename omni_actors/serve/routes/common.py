@@ -156,6 +156,13 @@ def text_parameters(body: schemas.TextBody) -> list[tuple[str, str, Any]]:
     ]
 
 
+def leave_out_special_tokens(params: dict[str, Any]) -> None:
+    """Let the tokenizer add none of its special tokens, unless the client's own arguments for it say otherwise."""
+    arguments = params.get("tokenization_kwargs", {})
+    if isinstance(arguments, Mapping):  # else an engine refuses them
+        params["tokenization_kwargs"] = {"add_special_tokens": False, **arguments}
+
+
 def raw_prompts(given: str | Sequence[Any], param: str) -> list[dict[str, Any]]:
     """Return the raw prompts of a body: of one text or list of token ids, or of a list of these. Raises HTTPError.
 

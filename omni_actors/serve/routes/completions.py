@@ -20,6 +20,7 @@ from omni_actors.serve.routes.common import (
     SESSION_HEADER,
     Completion,
     begin_choices,
+    leave_out_special_tokens,
     open_body,
     raw_prompts,
     session_of,
@@ -50,7 +51,7 @@ async def completions(request: Request) -> Response:
     given = [*text_parameters(body), ("logprobs", "logprobs", body.logprobs)]
     params |= {name: value for name, _, value in given if value is not None}
     if not body.add_special_tokens:
-        params.setdefault("tokenization_kwargs", {"add_special_tokens": False})
+        leave_out_special_tokens(params)
     raw = dict.fromkeys(("input", "messages", "prompt_token_ids"), "prompt")
     names = {
         **raw,

@@ -15,7 +15,7 @@ from omni_actors.serve.api.errors import renaming, unsupported_as_501
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.schemas import EmbeddingRequest
 from omni_actors.serve.media.base64_data import to_base64
-from omni_actors.serve.routes.common import open_body, raw_prompts
+from omni_actors.serve.routes.common import leave_out_special_tokens, open_body, raw_prompts
 from omni_actors.system import Embedding
 
 
@@ -24,7 +24,7 @@ async def embeddings(request: Request) -> Response:
     system, body, params = open_body(request, await read_json(request), EmbeddingRequest)
     prompts = raw_prompts(body.input, "input")
     if not body.add_special_tokens:
-        params.setdefault("tokenization_kwargs", {"add_special_tokens": False})
+        leave_out_special_tokens(params)
     request.scope[SCOPE_KEY].release()
     names = dict.fromkeys(("prompt", "prompt_token_ids", "messages"), "input")
     with unsupported_as_501(), renaming(names):

@@ -26,12 +26,19 @@ UNCHANGED: dict[str, Any] = {
     "documents": [],
     "early_stopping": False,
     "echo": False,
+    "embed_dtype": "float32",
+    "enable_response_messages": False,
+    "endianness": "native",
     "include_reasoning": True,
     "include_stop_str_in_output": False,
     "length_penalty": 1.0,
     "media_io_kwargs": {},
+    "mm_payload": "tensors",
+    "priority": 0,
     "return_token_ids": False,
+    "return_token_offsets": False,
     "return_tokens_as_token_ids": False,
+    "routed_experts_prompt_start": 0,
     "spaces_between_special_tokens": True,
     "use_beam_search": False,
 }
@@ -131,6 +138,11 @@ def test_a_data_url_without_a_type_in_the_field_for_base64(viewer: openai.OpenAI
 
 def test_defaults_of_vllms_fields_change_nothing(viewer: openai.OpenAI) -> None:
     assert reported(viewer, "params", extra_body=UNCHANGED) == [{}]
+
+
+def test_a_client_has_no_say_in_its_priority(author: openai.OpenAI) -> None:
+    error = refused(author, model="writer", extra_body={"priority": -1})
+    assert (error.param, error.code) == ("priority", "unsupported_parameter")
 
 
 @pytest.mark.parametrize("name", [name for name, value in UNCHANGED.items() if isinstance(value, bool)])
@@ -237,6 +249,14 @@ def test_special_tokens_of_embeddings(author: openai.OpenAI, adds: bool) -> None
     asked = {"add_special_tokens": adds}
     found = [author.embeddings.create(model="writer", input="hello", extra_body=each) for each in ({}, asked)]
     assert found[0].data == found[1].data
+
+
+def test_special_tokens_are_left_out_also_where_the_tokenizer_has_other_arguments(gallery: Gallery) -> None:
+    cut = {"truncation": True, "max_length": 4}
+    for given, used in ((cut, {"add_special_tokens": False, **cut}), ({"add_special_tokens": True}, None)):
+        body = {"prompt": "hello", "add_special_tokens": False, "tokenization_kwargs": given}
+        text = gallery.server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert json.loads(text.splitlines()[0])["params"] == {"tokenization_kwargs": used or given}
 
 
 def test_tokenize_takes_the_defaults_of_vllms_fields(writer: Server) -> None:
