@@ -168,7 +168,9 @@ def build(
     facts = [files.facts_route(settings)] if settings.has_page else []
     faults = chaos.routes() if settings.chaos else []
     app = _starlette(operations, sessions, [*pages, *facts, *faults])
-    app.state.openapi = document(_described(operations), has_key=settings.api_key is not None)
+    app.state.openapi = document(
+        _described(operations), has_key=settings.api_key is not None, needs_model=pipelines.are_several
+    )
     app.state.pipelines, app.state.system = pipelines, pipelines.first
     app.state.media, app.state.is_draining = media, is_draining
     app.state.state_feeds = {

@@ -53,6 +53,11 @@ def ask(server: Server, model: str, **fields: Any) -> Any:
     return server.http.post("/v1/chat/completions", json={"model": model, "messages": HELLO, **fields})
 
 
+def test_a_body_has_to_name_its_model(both: Server) -> None:
+    schemas = both.http.get("/openapi.json").json()["components"]["schemas"]
+    assert "model" in schemas["ChatRequest"]["required"]
+
+
 def test_a_request_goes_to_the_pipeline_that_it_names(both: Server) -> None:
     with both.openai() as client:
         assert {model.id for model in client.models.list()} == {"mind", "twin"}

@@ -38,16 +38,20 @@ class Operation(NamedTuple):
     is_public: bool = False
 
 
-def document(operations: Sequence[tuple[str, Operation]], *, has_key: bool) -> dict[str, Any]:
+def document(operations: Sequence[tuple[str, Operation]], *, has_key: bool, needs_model: bool = True) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the operations, each with its path.
 
-    has_key: whether the server asks for a key.
+    has_key: whether the server asks for a key. needs_model: whether a body has to name its model.
     """
     bodies = [operation.body for _, operation in operations if operation.body is not None]
     forms = [operation.form.fields for _, operation in operations if operation.form is not None]
     structs: list[type[msgspec.Struct]] = [ErrorObject, *bodies, *forms]
     references, components = msgspec.json.schema_components(structs, ref_template=_COMPONENTS)
     schemas = dict(zip(structs, references, strict=True))
+    if not needs_model:
+        for schema in components.values():
+            if "model" in schema.get("required", ()):
+                schema["required"].remove("model")
     described: dict[str, Any] = {"schemas": dict(sorted(components.items()))}
     if has_key:
         described["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

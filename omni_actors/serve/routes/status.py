@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors import __version__
+from omni_actors.config import Pipeline
 from omni_actors.serve.access.gate import has_valid_key
 from omni_actors.serve.api.responses import JSONResponse
 from omni_actors.serve.api.schemas import require_model
@@ -101,8 +102,25 @@ def _models(request: Request) -> dict[str, dict[str, object]]:
     state = request.app.state
     pipelines: Pipelines = state.pipelines
     common = {"object": "model", "created": state.created, "owned_by": "omni_actors"}
-    found: dict[str, dict[str, object]] = {name: {"id": name, **common} for name in pipelines.by_name}
+    found: dict[str, dict[str, object]] = {}
+    for name, system in pipelines.by_name.items():
+        found[name] = {"id": name, **common, "max_model_len": _context(system.pipeline)}
     for base, system in pipelines.by_name.items():
         for info in system.list_loras():
             found.setdefault(info.name, {"id": info.name, **common, "parent": base})
     return found
+
+
+def _context(pipeline: Pipeline) -> int | None:
+    """Return the most tokens of a prompt and its answer, if the options of the stage that reads prompts say it.
+
+    vLLM takes it from the model if ``engine_args`` does not have it as a number.
+    """
+    for name, stage in pipeline.stages.items():
+        schema = pipeline.spec(name).options
+        if "messages" in stage.accepts and schema is not None:
+            options = msgspec.convert(stage.options, schema)
+            found = getattr(options, "context", getattr(options, "engine_args", {}).get("max_model_len"))
+            if type(found) is int and found > 0:
+                return found
+    return None

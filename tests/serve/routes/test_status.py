@@ -6,8 +6,9 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 import omni_actors
+from omni_actors.config import load
 from omni_actors.serve.app import CALL_ROUTES, MODEL_ROUTES, RESPONSE_ROUTES, STATUS_ROUTES
-from omni_actors.serve.routes.status import overall_status
+from omni_actors.serve.routes.status import _context, overall_status
 from omni_actors.system import Health, ReplicaHealth
 from tests.support.http_server import Server
 
@@ -36,7 +37,9 @@ def test_openapi_describes_every_route_and_its_body(studio: Server) -> None:
             if kind == "multipart/form-data":
                 fields, files[path] = fields["allOf"]
             name = fields["$ref"].removeprefix("#/components/schemas/")
-            assert "model" in found["components"]["schemas"][name]["required"]
+            schema = found["components"]["schemas"][name]
+            assert "model" in schema["properties"]
+            assert "model" not in schema.get("required", ()), "a server of one pipeline needs none"
     assert {path: schema["required"] for path, schema in files.items()} == {
         "/v1/audio/transcriptions": ["file"],
         "/v1/audio/translations": ["file"],
@@ -45,6 +48,15 @@ def test_openapi_describes_every_route_and_its_body(studio: Server) -> None:
     assert "application/json" in found["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"]
     speech = found["components"]["schemas"]["SpeechRequest"]["properties"]
     assert speech["response_format"]["default"] == "mp3"
+
+
+def test_a_model_says_how_many_tokens_it_has_if_its_pipeline_does(studio: Server, writer: Server) -> None:
+    assert studio.http.get("/v1/models").json()["data"][0]["max_model_len"] is None
+    with writer.openai() as client:
+        assert client.models.retrieve("writer").model_dump()["max_model_len"] == 512
+    for length, expected in ((4096, 4096), ("8k", None)):
+        pipeline = load("qwen3_omni_vllm", {"stages.thinker.options.engine_args.max_model_len": length})
+        assert _context(pipeline) == expected
 
 
 @pytest.mark.parametrize(
