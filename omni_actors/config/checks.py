@@ -19,7 +19,7 @@ from omni_actors.config.document import OPEN_PARAMETERS, OVERRIDES, Assignments,
 from omni_actors.config.schema import NAME_PATTERN, Pipeline, Restart, Section, Sections, Stage
 from omni_actors.protocol.messages import CLIENT
 from omni_actors.stages.registry import ENGINES
-from omni_actors.validation import split_path
+from omni_actors.validation import explained, split_path
 
 OPTIONS_BYTES = 64 * 1024
 """Most bytes of a stage's encoded options: they travel in one control message."""
@@ -215,6 +215,8 @@ def _convert(value: Any, schema: type[Any], path: str, document: Document) -> An
                 message += (
                     ", as an override replaces the whole mapping; to change a part of it, name the path of the part"
                 )
+        elif message.startswith("expected text matching regex"):
+            message = explained(error, schema, value)[0]
         raise document.error(where, found, message.removeprefix("expected ").partition(", got ")[0]) from error
 
 

@@ -41,3 +41,38 @@ LogitBias = Annotated[dict[Name | TokenId, Bias], Meta(max_length=1024)]
 """What is added to logits, by token id. JSON has ids as strings."""
 Settings = Annotated[dict[Name, Any], Meta(max_length=64)]
 """A mapping that the engine checks. It is also bounded by the size of a request's encoded parameters."""
+
+SET_BY_RENDERER = (
+    *("messages", "conversation", "conversations", "tools", "documents", "chat_template", "compiled_template"),
+    *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens"),
+    *("tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("self", "range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now"),
+)
+"""The arguments of transformers' renderer of chat templates, and what it and Jinja define for each template."""
+_NUMBER = Meta(ge=-1_000_000, le=1_000_000)
+_Scalar: TypeAlias = bool | Annotated[int, _NUMBER] | Annotated[float, _NUMBER]
+_TemplateValue: TypeAlias = (
+    _Scalar
+    | Annotated[str, Meta(max_length=1024)]
+    | Annotated[list[_Scalar | Annotated[str, Meta(max_length=64)] | None], Meta(max_length=16)]
+    | None
+)
+"""A template may put a text wherever it likes, and may repeat one as many times as a number says."""
+ChatTemplateKwargs = Annotated[
+    dict[
+        Annotated[str, Meta(pattern=rf"^(?!({'|'.join(SET_BY_RENDERER)}|\w*_token)$)[A-Za-z]\w*$", max_length=64)],
+        _TemplateValue,
+    ],
+    Meta(
+        max_length=16,
+        description=(
+            "up to 16 names that the chat template reads, each with null, true, false, a number from -1000000 to "
+            "1000000, a text of up to 1024 characters, or up to 16 such values with texts of up to 64; not the names "
+            "that the renderer sets, such as messages, tools, documents, chat_template, add_generation_prompt or "
+            "bos_token"
+        ),
+    ),
+]
+"""The variables of a chat template that a client may set ("enable_thinking"). Names end in "_token" if the tokenizer
+sets them."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Pooling = Literal["mean", "last"]
 ENCODE, TOKENIZE, DETOKENIZE = "encode", "tokenize", "detokenize"
+_TEMPLATE = "chat_template_kwargs"
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -123,6 +124,7 @@ class TextControl(Control):
         *,
         messages: Iterable[Mapping[str, Any]] | None = None,
         tools: Iterable[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = True,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> Tokens:
@@ -132,6 +134,7 @@ class TextControl(Control):
             prompt: The text. Either this or ``messages`` is given.
             messages: The conversation, as ``generate`` takes it.
             tools: The functions that the conversation's model may call.
+            chat_template_kwargs: Variables of the chat template; by default those of the stage's ``defaults``.
             add_special_tokens: Whether the tokenizer adds its own special tokens to ``prompt``.
             timeout_s: Seconds to wait for an engine.
 
@@ -142,6 +145,11 @@ class TextControl(Control):
         """
         arguments: dict[str, Any] = {"add_special_tokens": add_special_tokens, "tools": _listed("tools", tools)}
         arguments |= {"prompt": prompt, "messages": None if messages is None else _listed("messages", messages)}
+        if chat_template_kwargs is None:
+            defaults = [stage.defaults for stage in self.pipeline.stages.values() if "messages" in stage.accepts]
+            chat_template_kwargs = next((each[_TEMPLATE] for each in defaults if _TEMPLATE in each), {})
+        if chat_template_kwargs:  # an engine of another package may not know them
+            arguments[_TEMPLATE] = chat_template_kwargs
         return msgspec.convert(await self._ask_reader(TOKENIZE, arguments, timeout_s), Tokens)
 
     async def detokenize(self, tokens: Iterable[int], *, timeout_s: float = CALL_TIMEOUT_S) -> str:

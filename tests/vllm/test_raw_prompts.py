@@ -39,9 +39,9 @@ def rendered(engine: Any, ask: Ask) -> str:
 
 
 def outputs_of(
-    driver: Any, asked: list[Any], journal: tuple[Decisions, ...] = (), *, downstream: bool = True
+    driver: Any, asked: list[Any], journal: tuple[Decisions, ...] = (), *, downstream: bool = True, **more: Any
 ) -> list[Any]:
-    params = {"max_tokens": 8, "ignore_eos": True}
+    params = {"max_tokens": 8, "ignore_eos": True, **more}
     driver.engine.start(StageRequest(1, (CLIENT,), params, downstream=downstream, journal=journal))
     driver.live.add(1)
     try:
@@ -86,6 +86,22 @@ def test_media_without_marks_fail_their_own_request(engine: Any, driver: Any, or
     assert isinstance(failure, StageFailure)
     assert (failure.error.param, str(failure.error)) == ("prompt", MARKS)
     assert ("".join(each.data.get("text", "") for each in outputs[2]), outputs[2][-1].data["prompt_tokens"]) == expected
+
+
+def test_variables_of_the_chat_template(engine: Any, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = "{% if enable_thinking is false %}<think></think>{% endif %}"
+    asked = Ask(STORY)
+    plain = outputs_of(driver, asked.chunks, downstream=False)[-1].data["prompt_tokens"]
+    for processor in (engine._processor, engine._media_processor):
+        monkeypatch.setattr(processor, "_template", processor._template + more)
+    assert outputs_of(driver, asked.chunks, downstream=False)[-1].data["prompt_tokens"] == plain
+    expected = plain + len(engine._processor.tokenizer.encode("<think></think>"))
+    kwargs = {"enable_thinking": False}
+    found = outputs_of(driver, asked.chunks, downstream=False, chat_template_kwargs=kwargs)
+    assert found[-1].data["prompt_tokens"] == expected
+    question = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": kwargs}
+    tokens = engine.call("tokenize", question)["tokens"]
+    assert engine._processor.tokenizer.decode(tokens).endswith("<think></think>")
 
 
 def test_embeddings_are_answered_like_their_tokens_wherever_they_are_resumed(engine: Any, driver: Any) -> None:

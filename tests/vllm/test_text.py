@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors import safe_open
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from omni_actors.errors import InvalidRequest
@@ -186,6 +187,28 @@ def test_requests_of_a_lower_priority_value_come_first(driver: Any, sign: int) -
     assert len(steps) >= 3
     order = [number for ended in steps for number in sorted(ended, reverse=sign < 0)]
     assert order == sorted(order, reverse=sign < 0)
+
+
+def test_variables_of_the_chat_template(driver: Any, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer.chat_template += "{% if enable_thinking is false %}<think></think>{% endif %}"
+    monkeypatch.setattr(driver.engine._vocabulary, "tokenizer", tokenizer)
+    kwargs = {"enable_thinking": False}
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    expected = [
+        len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **each))
+        for each in ({}, kwargs)
+    ]
+    assert expected[0] < expected[1]
+    for given, count in (({}, expected[0]), (kwargs, expected[1])):
+        assert answer(driver, max_tokens=2, chat_template_kwargs=given)[-1].data["prompt_tokens"] == count
+    tokenized = [
+        driver.engine.call("tokenize", {"messages": messages, "chat_template_kwargs": each}) for each in ({}, {"x": 1})
+    ]
+    assert tokenized[0] == tokenized[1]
+    with pytest.raises(InvalidRequest) as caught:
+        driver.start(1, chat_template_kwargs={"tools": []})
+    assert caught.value.param == "chat_template_kwargs"
 
 
 def test_text_and_token_ids_take_the_place_of_a_conversation(driver: Any) -> None:

@@ -305,6 +305,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[Tool] = []
+    chat_template_kwargs: dict[str, Any] | None = None
+    """The engines check them."""
     add_special_tokens: bool = True
     add_generation_prompt: Literal[True] = True
     return_token_strs: bool = False

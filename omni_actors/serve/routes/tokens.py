@@ -27,6 +27,7 @@ async def tokenize(request: Request) -> Response:
             body.prompt,
             messages=body.messages,
             tools=msgspec.to_builtins(body.tools),
+            chat_template_kwargs=body.chat_template_kwargs,
             add_special_tokens=body.add_special_tokens,
         )
     strings = found.token_strs if body.return_token_strs else None

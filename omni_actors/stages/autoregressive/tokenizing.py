@@ -12,7 +12,7 @@ import msgspec
 
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest
-from omni_actors.stages.bounds import Settings, TokenId
+from omni_actors.stages.bounds import ChatTemplateKwargs, Settings, TokenId
 from omni_actors.stages.refusal import refuse_unknown_tokens, request_work, validated
 
 
@@ -20,6 +20,7 @@ class _Tokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: tuple[Settings, ...] = ()
+    chat_template_kwargs: ChatTemplateKwargs = msgspec.field(default_factory=dict)
     add_special_tokens: bool = True
     """Whether a prompt gets special tokens. A chat template has its own."""
 
@@ -29,12 +30,14 @@ class _Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def capabilities(
-    vocabulary: Vocabulary, context: int, conversation_tokens: Callable[[Chunk, Sequence[Settings]], list[int]]
+    vocabulary: Vocabulary,
+    context: int,
+    conversation_tokens: Callable[[Chunk, Sequence[Settings], ChatTemplateKwargs], list[int]],
 ) -> Mapping[str, Callable[..., Any]]:
     """Return the functions by name.
 
-    context: the most tokens of a request. conversation_tokens: returns the tokens of a chunk with messages, and of
-    tools; it raises InvalidRequest.
+    context: the most tokens of a request. conversation_tokens: returns the tokens of a chunk with messages, of
+    tools, with variables of the chat template; it raises InvalidRequest.
     """
 
     def tokenize(**given: Any) -> dict[str, Any]:
@@ -51,7 +54,7 @@ def capabilities(
             tokens: list[int] = vocabulary.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
             return tokens
         chunk = Chunk(source=CLIENT, seq=0, last=True, tensors={}, data={"messages": asked.messages})
-        return conversation_tokens(chunk, asked.tools)
+        return conversation_tokens(chunk, asked.tools, asked.chat_template_kwargs)
 
     def detokenize(**given: Any) -> str:
         asked = validated(given, _Detokenize)

@@ -5,7 +5,8 @@ Rules
 2. For any other template they become text of ordinary messages (``tools_as_text``). The text has the form that models
    of the Hermes and Qwen families are trained on, and in which the server finds calls in an answer.
 3. A conversation without tools is rendered as it is.
-4. transformers renders templates, in a sandbox. Here they are parsed only.
+4. transformers renders templates, in a sandbox (``applied``). Here they are parsed only.
+5. A template's failure is its request's, whatever it raises.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import jinja2.meta
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
+
+from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.refusal import request_work
 
 RenderedMessage: TypeAlias = dict[str, Any]
 """A message as chat templates take it. The arguments of its calls are JSON objects."""
@@ -62,6 +66,23 @@ def knows_tools(template: str) -> bool:
     """Return whether a chat template renders tools. Raises jinja2.TemplateSyntaxError."""
     parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation]).parse(template)
     return "tools" in jinja2.meta.find_undeclared_variables(parsed)
+
+
+def applied(tokenizer: Any, messages: Sequence[RenderedMessage], kwargs: Mapping[str, Any], **more: Any) -> Any:
+    """Return a conversation as the chat template renders it, up to where the model's answer begins.
+
+    kwargs: the request's ``chat_template_kwargs``. more: other arguments of transformers' ``apply_chat_template``,
+    which decide whether the result is text or tokens.
+    Raises InvalidRequest: the template refuses the conversation, or cannot render it.
+    """
+    param = "chat_template_kwargs" if kwargs else "messages"
+    with request_work(param):
+        try:
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **more, **kwargs)
+        except jinja2.TemplateError as error:
+            # Some templates refuse conversations such as two user messages in a row.
+            what = "the conversation with these chat_template_kwargs" if kwargs else "the conversation"
+            raise InvalidRequest(f"the model's chat template refuses {what}: {error}", param=param) from error
 
 
 def tools_as_text(messages: Sequence[RenderedMessage], tools: Sequence[Mapping[str, Any]]) -> list[RenderedMessage]:

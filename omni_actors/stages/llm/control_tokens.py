@@ -7,14 +7,16 @@ Rules
    the text of answers, which clients send back and chat templates read.
 3. transformers' marks surround the control tokens of texts before the template renders them. A conversation without
    such texts has the tokens of its rendered text.
-4. Each marked text is encoded by itself, in the engine's loop. So a conversation has ``MOST_MARKED`` of them at most.
+4. So it is with the texts in ``chat_template_kwargs``. But a template may print a list as Python does, which escapes
+   the marks: a text in a list must have no control token.
+5. Each marked text is encoded by itself, in the engine's loop. So a conversation has ``MOST_MARKED`` of them at most.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
@@ -48,6 +50,15 @@ class ControlTokens:
     def marked(self, value: Any) -> Any:
         """Return a JSON value with marks in its texts."""
         return _marked(value, self._all)
+
+    def marked_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return variables of the chat template with marks in their texts. Raises InvalidRequest (rule 4)."""
+        for name, value in kwargs.items():
+            texts = [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+            if any(map(self._all.search, texts)):
+                message = f"chat_template_kwargs: a text in the list {name!r} has a control token"
+                raise InvalidRequest(message, param="chat_template_kwargs")
+        return {name: self.marked(value) for name, value in kwargs.items()}
 
 
 def length(text: str) -> int:

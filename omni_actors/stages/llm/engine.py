@@ -35,7 +35,7 @@ from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.autoregressive.weights import replace_weights
 from omni_actors.stages.base import InvalidRequest, StageContext, StageFailure, StageOutput, StageRequest
 from omni_actors.stages.llm.chat_template import check_chat_template
-from omni_actors.stages.llm.options import LLMParams
+from omni_actors.stages.llm.options import LLMParams, Tools
 from omni_actors.stages.llm.prompt import Prompt, conversation_tokens
 from omni_actors.stages.refusal import request_work, validated
 
@@ -89,10 +89,10 @@ class LLMEngine(LanguageEngine[LLMRequest]):
         """Give a companion its prompt. end: the last token of the prompt. Raises InvalidRequest."""
         text, tokens = request.params.negative_prompt, [token for token in end if token is not None]
         if text is not None:
-            prompt, kwargs = request.collector.negative(text), request.params.tokenization_kwargs
+            prompt, params = request.collector.negative(text), request.params
             try:
                 with request_work("negative_prompt"):
-                    tokens = prompt.encode(self._vocabulary, self._system_prompt, self._context, kwargs=kwargs)
+                    tokens = self._tokens(prompt, params)
                 refuse_beyond_context(len(tokens), f"{len(tokens)} tokens", self._context)
             except InvalidRequest as error:
                 message = f"negative_prompt: {error}"
@@ -113,13 +113,22 @@ class LLMEngine(LanguageEngine[LLMRequest]):
             hidden, penalty = self._model.get_input_embeddings().embedding_dim, request.params.repetition_penalty
             request.embeds = prompt.raw.embeds(hidden, self._model.dtype, penalty)
             return [None] * size
-        tools, kwargs = request.params.tools, request.params.tokenization_kwargs
-        tokens = prompt.encode(self._vocabulary, self._system_prompt, self._context, tools=tools, kwargs=kwargs)
+        tokens = self._tokens(prompt, request.params, request.params.tools)
         refuse_beyond_context(len(tokens), f"{len(tokens)} tokens", self._context)
         request.uncomputed = tokens + request.uncomputed
         if request.params.pooling is None:
             self._use_prefixes(request, tokens)
         return [*tokens]
+
+    def _tokens(self, prompt: Prompt, params: LLMParams, tools: Tools = ()) -> list[int]:
+        return prompt.encode(
+            self._vocabulary,
+            self._system_prompt,
+            self._context,
+            tools=tools,
+            template_kwargs=params.chat_template_kwargs,
+            kwargs=params.tokenization_kwargs,
+        )
 
     @torch.inference_mode()
     def _forward(self, rows: list[int], count: int) -> Tensor:

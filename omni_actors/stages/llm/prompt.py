@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 import msgspec
 
 from omni_actors.stages.autoregressive.language import refuse_beyond_context
@@ -26,12 +25,14 @@ from omni_actors.stages.autoregressive.options import DEFAULT_TOKENIZATION, Toke
 from omni_actors.stages.autoregressive.text import Vocabulary
 from omni_actors.stages.base import CLIENT, Chunk, InvalidRequest
 from omni_actors.stages.llm import control_tokens
-from omni_actors.stages.llm.chat_template import RenderedMessage, knows_tools, tools_as_text
+from omni_actors.stages.llm.chat_template import RenderedMessage, applied, knows_tools, tools_as_text
 from omni_actors.stages.multimodal import conversation
 from omni_actors.stages.multimodal.conversation import AudioPart, MediaPart, Message, TextPart, ToolCall
 from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import refuse_unknown_tokens, validated
 from omni_actors.stages.sources import OpenSources
+
+_NONE: Mapping[str, Any] = {}
 
 
 class TranscriptData(msgspec.Struct, frozen=True):
@@ -84,11 +85,12 @@ class Prompt:
         context: int,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = _NONE,
         kwargs: TokenizationKwargs = DEFAULT_TOKENIZATION,
     ) -> list[int]:
         """Return the prompt's tokens, which may still be too many for the context.
 
-        tools: see ``render``. kwargs: the request's.
+        tools, template_kwargs: see ``render``. kwargs: the request's.
 
         A prompt that cannot fit, cut or not, is refused as early as possible: rendering and tokenizing take time in
         proportion to its length, and all other requests wait meanwhile. A message has at least one token in any chat
@@ -101,7 +103,7 @@ class Prompt:
             return self._raw_tokens(vocabulary, context, kwargs)
         count = len(self.messages)
         refuse_beyond_context(kwargs.least(count), f"{count} messages of at least 1 token", context)
-        text = self.render(vocabulary.tokenizer, system_prompt, tools)
+        text = self.render(vocabulary.tokenizer, system_prompt, tools, template_kwargs)
         length = control_tokens.length(text)
         least = kwargs.least(math.ceil(length / vocabulary.longest))
         refuse_beyond_context(least, f"{length} characters, which are at least {least} tokens,", context)
@@ -116,12 +118,18 @@ class Prompt:
         refuse_beyond_context(least, f"at least {least} tokens", context)
         return self.raw.tokens(vocabulary.tokenizer, vocabulary.size, kwargs)
 
-    def render(self, tokenizer: Any, system_prompt: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        tokenizer: Any,
+        system_prompt: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] = _NONE,
+    ) -> str:
         """Return the prompt's text, special tokens and marks included, up to where the model's answer begins.
 
         Marks: see ``control_tokens``.
         tokenizer: a transformers tokenizer with a chat template. system_prompt: for a conversation without one. tools:
-        the functions that the model may call.
+        the functions that the model may call. kwargs: variables of the chat template.
         Raises InvalidRequest: there is nothing to answer, or the chat template refuses the conversation.
         """
         sent = self.messages or [Message("user", [AudioPart(index) for index in sorted(self._transcripts)])]
@@ -135,14 +143,10 @@ class Prompt:
         template = tokenizer.get_chat_template(tools=given)
         control = control_tokens.ControlTokens.of(tokenizer, template)
         messages, given = control.marked_messages(messages), control.marked(given)
+        kwargs = control.marked_kwargs(kwargs)
         if has_tools and not knows_tools(template):
             messages, given = tools_as_text(messages, given or ()), None
-        try:
-            text: str = tokenizer.apply_chat_template(messages, tools=given, add_generation_prompt=True, tokenize=False)
-        except jinja2.TemplateError as error:
-            # Some templates refuse conversations such as two user messages in a row.
-            message = f"the model's chat template refuses the conversation: {error}"
-            raise InvalidRequest(message, param="messages") from error
+        text: str = applied(tokenizer, messages, kwargs, tools=given, tokenize=False)
         return text
 
     def _rendered(self, message: Message) -> RenderedMessage:
@@ -172,12 +176,16 @@ class Prompt:
 
 
 def conversation_tokens(
-    tokenizer: Any, system_prompt: str, chunk: Chunk, tools: Sequence[Mapping[str, Any]]
+    tokenizer: Any,
+    system_prompt: str,
+    chunk: Chunk,
+    tools: Sequence[Mapping[str, Any]],
+    kwargs: Mapping[str, Any] = _NONE,
 ) -> list[int]:
     """Return the tokens of a conversation, a chunk with messages. Raises as ``Prompt.feed`` and ``Prompt.render``."""
     prompt = Prompt([CLIENT])
     prompt.feed(chunk)
-    return control_tokens.encode(tokenizer, prompt.render(tokenizer, system_prompt, tools))
+    return control_tokens.encode(tokenizer, prompt.render(tokenizer, system_prompt, tools, kwargs))
 
 
 def _rendered_call(call: ToolCall) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
 import torch
 from transformers import AutoTokenizer, Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor, WhisperFeatureExtractor
@@ -28,6 +27,8 @@ from transformers.video_utils import VideoMetadata
 from omni_actors.stages.autoregressive.options import DEFAULT_TOKENIZATION, TokenizationKwargs
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.checkpoint import whole_config
+from omni_actors.stages.llm.chat_template import applied
+from omni_actors.stages.llm.control_tokens import ControlTokens
 from omni_actors.stages.multimodal.conversation import Message, TextPart, with_system_prompt
 from omni_actors.stages.multimodal.decoding import Decoded, Decoder
 from omni_actors.stages.multimodal.frames import FrameProcessor
@@ -36,6 +37,7 @@ from omni_actors.stages.multimodal.prompt import Media, OmniPrompt
 from omni_actors.stages.omni.options import DEFAULT_MEDIA, MMProcessorKwargs
 from omni_actors.stages.refusal import beyond_context, refuse_unknown_tokens
 
+_NONE: Mapping[str, Any] = {}
 NO_TOKEN = -1
 """In the place of a token id: the position has only an embedding."""
 
@@ -140,11 +142,12 @@ class OmniProcessor:
         use_audio_in_video: bool = False,
         tokenization: TokenizationKwargs = DEFAULT_TOKENIZATION,
         media: MMProcessorKwargs = DEFAULT_MEDIA,
+        template_kwargs: Mapping[str, Any] = _NONE,
     ) -> OmniInputs:
         """Decode and process a complete prompt.
 
         system_prompt: for a conversation without one. use_audio_in_video: whether videos bring their sound.
-        tokenization, media: the request's own arguments.
+        tokenization, media: the request's own arguments. template_kwargs: variables of the chat template.
         Raises InvalidRequest.
         """
         decoder = self._decoder.changed(media)
@@ -156,13 +159,15 @@ class OmniProcessor:
         least = sum(1 + math.ceil(sum(map(len, m.texts)) / self._longest) for m in conversation)
         self._check_length(tokenization.least(least))
         decoded = decoder.decode(places, prompt.media, use_audio_in_video)
-        return self._with_media(tokenization.cut(self._tokens(conversation)), places, decoded)
+        return self._with_media(tokenization.cut(self._tokens(conversation, template_kwargs)), places, decoded)
 
-    def text_tokens(self, prompt: OmniPrompt, system_prompt: str) -> list[int]:
-        """Return the ids of a conversation without media. system_prompt: as in a call. Raises InvalidRequest."""
+    def text_tokens(
+        self, prompt: OmniPrompt, system_prompt: str, template_kwargs: Mapping[str, Any] = _NONE
+    ) -> list[int]:
+        """Return the ids of a conversation without media. The arguments are those of a call. Raises InvalidRequest."""
         conversation = with_system_prompt(prompt.messages, system_prompt)
         _places(prompt.messages, prompt.media)
-        return self._tokens(conversation)
+        return self._tokens(conversation, template_kwargs)
 
     def _raw(
         self, prompt: OmniPrompt, decoder: Decoder, tokenization: TokenizationKwargs, *, use_audio_in_video: bool
@@ -211,20 +216,19 @@ class OmniProcessor:
         del outputs["attention_mask"]
         return expansions, {name: torch.as_tensor(value) for name, value in outputs.items()}
 
-    def _tokens(self, conversation: Sequence[Message]) -> list[int]:
+    def _tokens(self, conversation: Sequence[Message], template_kwargs: Mapping[str, Any]) -> list[int]:
         """Return the conversation's ids, with one placeholder for each of its media."""
         messages = [{"role": message.role, "content": _content(message)} for message in conversation]
-        try:
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._template,
-                add_generation_prompt=True,
-                return_dict=False,
-                sanitize_control_tokens=True,
-            )
-        except jinja2.TemplateError as error:
-            # Some templates refuse conversations such as two user messages in a row.
-            raise _refusal(f"the model's chat template refuses the conversation: {error}") from error
+        if template_kwargs:
+            template_kwargs = ControlTokens.of(self.tokenizer, self._template).marked_kwargs(template_kwargs)
+        ids: list[int] = applied(
+            self.tokenizer,
+            messages,
+            template_kwargs,
+            chat_template=self._template,
+            return_dict=False,
+            sanitize_control_tokens=True,
+        )
         return ids
 
     def _expanded(

@@ -13,6 +13,7 @@ from msgspec import Meta
 from omni_actors.stages.adapters.options import Lora
 from omni_actors.stages.autoregressive.options import GuidedParams
 from omni_actors.stages.bounds import (
+    ChatTemplateKwargs,
     Count,
     Dtype,
     Name,
@@ -53,6 +54,8 @@ class ThinkerParams(GuidedParams, frozen=True, forbid_unknown_fields=True):
     """Whether the model also gets the sound of each video."""
     mm_processor_kwargs: MMProcessorKwargs = MMProcessorKwargs()
     """How images and videos are prepared for the model."""
+    chat_template_kwargs: ChatTemplateKwargs = msgspec.field(default_factory=dict)
+    """As for ``llm``."""
 
 
 class TalkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -61,13 +61,13 @@ class OmniPromptEngine(PromptEngine[R]):
         self._system_prompt = system_prompt
         self._header: list[int] = self._processor.tokenizer.encode(_HEADER, add_special_tokens=False)
 
-    def _conversation_tokens(self, chunk: Chunk, tools: Sequence[Any]) -> list[int]:
+    def _conversation_tokens(self, chunk: Chunk, tools: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
         """Return the tokens of a conversation without media, a chunk with messages. Raises InvalidRequest."""
         if tools:
             raise InvalidRequest("tools: this model's conversations have no tools", param="tools")
         prompt = OmniPrompt([CLIENT])
         prompt.feed(chunk)
-        return self._processor.text_tokens(prompt, self._system_prompt)
+        return self._processor.text_tokens(prompt, self._system_prompt, kwargs)
 
     # for subclasses
 
@@ -132,6 +132,7 @@ class OmniPromptEngine(PromptEngine[R]):
             use_audio_in_video=params.use_audio_in_video,
             tokenization=params.tokenization_kwargs,
             media=params.mm_processor_kwargs,
+            template_kwargs=params.chat_template_kwargs,
         )
         request.ids, request.grids = torch.tensor(inputs.ids), position_grids(inputs.tensors)
         request.is_media = is_media(request.ids, self._config)
@@ -155,11 +156,14 @@ class OmniPromptEngine(PromptEngine[R]):
 
 
 def _check_positions(positions: Tensor, request: OmniRequest, header: list[int]) -> None:
-    """Raise InvalidRequest if a raw prompt does not have what a talker takes.
+    """Raise InvalidRequest if a prompt, raw or of a chat template with variables, does not have what a talker takes.
 
     positions: of ``_talker_positions``. header: the tokens with which the prompt has to end.
     """
     if request.ids[-len(header) :].tolist() != header:
-        raise InvalidRequest("prompt: for speech it has to end with the beginning of the answer's turn", param="prompt")
+        rendered = request.params.chat_template_kwargs and not request.collector.raw
+        param = "chat_template_kwargs" if rendered else "prompt"
+        message = f"{param}: for speech the prompt has to end with the beginning of the answer's turn"
+        raise InvalidRequest(message, param=param)
     if (request.is_media & ~positions).any():
         raise InvalidRequest("prompt: for speech, media may be in the user's turns only", param="prompt")

@@ -137,13 +137,18 @@ class OmniThinker(OmniPromptEngine[R], LanguageEngine[R]):
 
     def _read_companion(self, request: R, companion: R, end: list[int | None], processor: OmniProcessor) -> None:
         """Give a companion its prompt. end: the last token of the prompt. Raises InvalidRequest."""
-        text, tokenization = request.params.negative_prompt, request.params.tokenization_kwargs
+        params, text = request.params, request.params.negative_prompt
         try:
             if text is None:
                 inputs = OmniInputs([token for token in end if token is not None], {}, use_audio_in_video=False)
             else:
                 prompt = request.collector.negative(text)
-                inputs = processor(prompt, system_prompt=self._system_prompt, tokenization=tokenization)
+                inputs = processor(
+                    prompt,
+                    system_prompt=self._system_prompt,
+                    tokenization=params.tokenization_kwargs,
+                    template_kwargs=params.chat_template_kwargs,
+                )
             companion.ids, companion.grids = torch.tensor(inputs.ids, dtype=torch.int64), {}
             companion.is_media = is_media(companion.ids, self._config)
             _require_text(companion)

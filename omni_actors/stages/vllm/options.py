@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_actors.stages.autoregressive.options import Role, TextParams
-from omni_actors.stages.bounds import Positive, Settings, StopString, TokenId
+from omni_actors.stages.bounds import ChatTemplateKwargs, Positive, Settings, StopString, TokenId
 from omni_actors.stages.llm.options import Tools
 from omni_actors.stages.omni.options import MMProcessorKwargs, TalkerOptions
 
@@ -75,6 +75,8 @@ class VLLMParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     """Number of answers. With several, each piece has the number of its answer in ``index``."""
     tools: Tools = ()
+    chat_template_kwargs: ChatTemplateKwargs = msgspec.field(default_factory=dict)
+    """As for ``llm``."""
     detokenize: bool = True
     """False: pieces have ``token_ids`` instead of ``text``."""
     spaces_between_special_tokens: bool = True
@@ -88,3 +90,5 @@ class VLLMThinkerParams(VLLMSampling, frozen=True, forbid_unknown_fields=True):
     """Whether the model also gets the sound of each video."""
     mm_processor_kwargs: MMProcessorKwargs = MMProcessorKwargs()
     """How images and videos are prepared for the model."""
+    chat_template_kwargs: ChatTemplateKwargs = msgspec.field(default_factory=dict)
+    """As for ``llm``."""

@@ -58,9 +58,13 @@ class TextEngine(VLLMEngine[TextRequest[Any]]):
 
     def _encode(self, request: TextRequest[Any]) -> Any:
         if not request.collector.raw.is_embedded:
-            tools, kwargs = request.params.tools, request.params.tokenization_kwargs
             ids = request.collector.encode(
-                self._vocabulary, self._options.system_prompt, self._context, tools=tools, kwargs=kwargs
+                self._vocabulary,
+                self._options.system_prompt,
+                self._context,
+                tools=request.params.tools,
+                template_kwargs=request.params.chat_template_kwargs,
+                kwargs=request.params.tokenization_kwargs,
             )
             request.prompt_tokens = len(ids)
             return tokens_input(ids)

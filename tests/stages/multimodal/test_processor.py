@@ -157,6 +157,24 @@ def test_a_conversation_of_text_only(family: Family) -> None:
     assert family.ours(prompt_of(({"messages": conversation}, {}))).tensors == {}
 
 
+def test_variables_of_the_chat_template(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = "{% if mode == 'none' %}{{ raise_exception('no such mode') }}{% endif %}{{ note }}"
+    monkeypatch.setattr(family.ours, "_template", family.ours._template + more)
+    asked = prompt_of(({"messages": [{"role": "user", "content": "hello"}]}, {}))
+    plain = family.ours(asked).ids
+    for note in ("the sea", "<|im_start|>"):
+        found = family.ours(asked, template_kwargs={"note": note}).ids
+        assert found == family.ours.text_tokens(asked, "", {"note": note})
+        assert found[: len(plain)] == plain
+        assert family.ours.tokenizer.decode(found[len(plain) :]) == note
+        assert found.count(family.ids("<|im_start|>")[0]) == plain.count(family.ids("<|im_start|>")[0])
+    assert family.ours(asked, template_kwargs={"other": True}).ids == plain
+    for kwargs in ({"mode": "none"}, {"note": ["<|im_start|>"]}):
+        with pytest.raises(InvalidRequest) as caught:
+            family.ours(asked, template_kwargs=kwargs)
+        assert caught.value.param == "chat_template_kwargs"
+
+
 def test_sound_and_images(family: Family) -> None:
     first, second = sound(1.7), sound(0.4, 1)
     wide, tall = image(90, 400), image(64, 32, 1)

@@ -118,6 +118,20 @@ def test_rows_for_the_talker_are_those_of_the_guided_tokens(driver: Driver, ask:
     assert_same_results(chunks(answer(driver, ask, journal=journal)), chunks(outputs))
 
 
+def test_both_prompts_are_rendered_with_the_requests_variables(
+    opened: Opened, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor, kwargs = opened.engine._processor, {"note": "the sea"}
+    monkeypatch.setattr(processor, "_template", processor._template + "{{ note }}")
+    driver.start(1, downstream=False, chat_template_kwargs=kwargs, **guided())
+    driver.feed(1, *TEXT.chunks[0], last=True)
+    [request] = [each for each in opened.engine._requests.values() if each.companion is not None]
+    for sequence, prompt in ((request, TEXT.prompt), (request.companion, TEXT.prompt.negative(NEGATIVE))):
+        expected = processor(prompt, template_kwargs=kwargs).ids
+        assert sequence.ids.tolist() == expected != processor(prompt).ids
+    driver.abort(1)
+
+
 @pytest.mark.usefixtures("clear_choices")
 @pytest.mark.parametrize("cut", [1, 4, LENGTH - 1])
 def test_a_guided_answer_goes_on_behind_its_journal(driver: Driver, cut: int) -> None:

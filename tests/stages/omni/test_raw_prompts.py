@@ -138,6 +138,22 @@ def test_for_speech_a_raw_prompt_ends_with_the_beginning_of_the_answer(engine: A
         answer(driver, asked)
 
 
+def test_for_speech_variables_of_the_chat_template_change_no_end(
+    engine: Any, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._processor, "_template", engine._processor._template + "{{ note }}")
+    for note, refused in (("", False), ("the sea", engine._config.model_type != "qwen2_5_omni")):
+        driver.start(1, max_tokens=2, chat_template_kwargs={"note": note})
+        if not refused:
+            driver.feed(1, *Ask(STORY).chunks[0], last=True)
+            driver.run()
+            continue
+        with pytest.raises(InvalidRequest, match="has to end with the beginning of the answer's turn") as caught:
+            driver.feed(1, *Ask(STORY).chunks[0], last=True)
+        assert caught.value.param == "chat_template_kwargs"
+        driver.live.discard(1)
+
+
 def test_hostile_token_ids_end_no_engine(engine: Any, driver: Driver, lenient_choices: None) -> None:
     """Control tokens in any order, with an image: each request is answered or refused."""
     processor, chunk = engine._processor, ({"index": 0}, {"image": noise(0, 64, 64)})
