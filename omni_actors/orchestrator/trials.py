@@ -15,7 +15,8 @@ Rules
 4. A group that is known to contain a culprit is halved. The less suspicious half is tried first: units that were
    suspects in fewer deaths, that have fewer requests, and that are older. If a suspect leaves without a result, it may
    have been the culprit: the others are tried in halves too, each of which may contain none.
-5. If the group was alone on its replica, a death on trial belongs to that group. A death that only one unit can have
+5. If the group is alone on its replica, a death on trial belongs to that group. It is not if one of its requests has
+   left for another group: the replica may still work on that one. A death that only one unit can have
    caused is charged to that unit, the culprit: each death in which it was a suspect uses up a replay of its requests.
    Other requests lose no replay.
 6. A culprit runs alone. It waits until no other request has used the stage for ``STAGE_QUIET_S``. If that takes longer
@@ -87,7 +88,8 @@ class Group:
     on_trial: Sequence[Request] = ()
     """The requests that are being tried; empty during a drain."""
     is_alone: bool = False
-    """Whether its replica was working on no other request when the trial began."""
+    """Whether its replica was working on no other request when the trial began, and no request has left for another
+    group since."""
     other_half: Group | None = None
     """The group that this one was split off from."""
 
@@ -223,8 +225,11 @@ class Trials:
         ]
         for request in dict.fromkeys([*suspects, *alike]):
             if (left := self.group_of.get(request)) is not group:
-                if self._remove(request) and left is not None:
-                    self._doubt(left)
+                is_unit_gone = self._remove(request)
+                if left is not None:
+                    left.is_alone = False  # its replica may still work on the request
+                    if is_unit_gone:
+                        self._doubt(left)
                 self._add(request, group)
         return group
 

@@ -322,6 +322,20 @@ def test_a_unit_that_goes_to_another_stage_leaves_no_known_culprit_behind() -> N
     assert not trials.group_of[other].has_culprit
 
 
+def test_a_death_on_trial_may_have_its_cause_in_a_request_that_left_for_another_stage() -> None:
+    """Its worker still works on that request, so the death is not charged to the one that stayed."""
+    leaves, stays = request(1), request(2)
+    trials = Trials()
+    trials.worker_died(WORKER, [leaves, stays], None, 0.0)
+    trials.begin(trials.group_of[stays], WORKER, 0.0, alone=True)
+    leaves.replay_state.stages["another"] = StageState()
+    trials.worker_died(Address("another", 0), [leaves], leaves, 0.0)
+    trials.worker_died(WORKER, [leaves, stays], None, 0.0)
+    assert not stays.deaths.to_charge
+    assert trials.group_of[stays] is trials.group_of[leaves]
+    assert set(trials.group_of[stays].units) == {leaves.fingerprint, stays.fingerprint}
+
+
 @pytest.mark.parametrize(
     ("exit", "by_itself"),
     [

@@ -133,7 +133,7 @@ def _alter(draw: Callable[..., Any], array: np.ndarray[Any, Any]) -> Any:
                 dtype = draw(st.sampled_from(["bool", "int8", "uint64", "float16", "float64", "complex64"]))
                 return array.astype(dtype)
             case 1:
-                return array[:0]
+                return np.atleast_1d(array)[:0]
             case 2:
                 return array.reshape(-1)
             case 3:
