@@ -19,7 +19,7 @@ NO_PROCESS = cast("subprocess.Popen[str]", None)
 async def test_normal_clients_are_measured_alone_and_beside_every_kind_of_hostile_client() -> None:
     counts = dict.fromkeys(readers.HOSTILE, 1)
     phases, ends, counters = await readers.measure(
-        "tone", (), counts, clients=1, seconds=3, alone_s=3, report=lambda line: None
+        "tone", (), counts, clients=1, seconds=20, alone_s=10, report=lambda line: None
     )
     assert [phase.answers > 0 and not phase.refused for phase in phases] == [True, True]
     assert all(phase.peaks["server"] > 0 < phase.peaks["workers"] for phase in phases)
