@@ -404,7 +404,7 @@ def test_a_new_replica_that_gets_no_request_is_found(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_a_replica_that_is_taken_back_and_gets_no_request_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replica, "stay", lambda self: None)
+    monkeypatch.setattr(Supervisor, "keep", lambda self, replica: self.changes.unpark_all())
     first_violated(since=100, every=SCALED)
 
 
