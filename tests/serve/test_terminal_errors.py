@@ -250,7 +250,7 @@ def test_a_server_that_goes_on_after_an_error_is_left(scripted: Scripted) -> Non
     [
         '{"audio": {"data": "é"}}',
         '{"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,é"}}]}',
-        '{"content": [{"x": ' + "[" * 5000 + "]" * 5000 + "}]}",
+        '{"content": [{"x": ' + "[" * 50_000 + "]" * 50_000 + "}]}",
     ],
 )
 def test_an_event_that_cannot_be_decoded_is_an_error_of_its_message(scripted: Scripted, delta: str) -> None:
