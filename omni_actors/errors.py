@@ -336,10 +336,11 @@ class CallError(OmniError):
     Attributes:
         stage, replica: Which replica; ``replica`` is None if the stage has no replicas.
         capability: What the call asked for.
+        why: What kept it from answering.
     """
 
     def __init__(self, stage: str, replica: int | None, capability: str, why: str) -> None:
-        self.stage, self.replica, self.capability = stage, replica, capability
+        self.stage, self.replica, self.capability, self.why = stage, replica, capability, why
         which = "" if replica is None else f" (replica {replica})"
         super().__init__(f"stage {stage!r}{which} did not answer {capability!r}: {why}")
 

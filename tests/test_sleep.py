@@ -86,6 +86,17 @@ async def test_level_2_ends_the_workers_until_they_are_woken_with_their_desired_
         assert (await omni.call("notes", stages=["second"]))["second"][0].result()["notes"] == {"a": "1"}
 
 
+async def test_level_2_of_a_stage_that_has_no_worker_succeeds() -> None:
+    nothing = {"rss_bytes": 0, "device_bytes": 0}
+    async with opened() as omni:
+        await omni.sleep(2, stages=["second"])
+        replies = await omni.sleep(2)
+        assert replies["second"][0].result() == {"before": nothing, "after": nothing}
+        assert replies["first"][0].result()["before"]["rss_bytes"] > 0
+        await omni.wake_up()
+        assert await answered(omni) == {"text", "audio"}
+
+
 @pytest.mark.parametrize("text", ["", "/none"], ids=["refused", "raised"])
 async def test_what_a_waking_engine_does_not_take_is_taken_out_of_its_desired_state(text: str) -> None:
     async with opened() as omni:

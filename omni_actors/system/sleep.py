@@ -56,9 +56,9 @@ class SleepControl(ScaleControl):
         Returns:
             By stage, a reply of each replica. Its value has the memory of the worker ``before`` and ``after``, each
             with ``rss_bytes`` and ``device_bytes``. If a stage does not support level 1, its replies have the error
-            ``Unsupported``, and nothing has changed in any stage. A stage that was woken before its requests had ended
-            stays awake: its replies have the same memory twice. If an engine of a stage refuses, that stage is
-            woken.
+            ``Unsupported``, and nothing has changed in any stage. At level 2, a replica that has no worker, such as
+            one that slept before, has no memory ``before``. A stage that was woken before its requests had ended stays
+            awake: its replies have the same memory twice. If an engine of a stage refuses, that stage is woken.
 
         Raises InvalidRequest (an argument is wrong), SystemClosed, and TooManyCalls (level 1: a worker has many changes
         of its state to answer). Then no stage sleeps that did not before, but one that was to be woken after a refusal.
@@ -92,7 +92,7 @@ class SleepControl(ScaleControl):
                 self.drop_desired("sleep", stages=asleep)  # of an earlier sleep at level 1
                 self._engines_asleep.difference_update(asleep)
             ended = {address.stage for address, each in self._supervisor.replicas.items() if each.asleep}
-            replies = {stage: [_memory(each, _ENDED) for each in before[stage]] for stage in asleep if stage in ended}
+            replies = {stage: [_ended(each) for each in before[stage]] for stage in asleep if stage in ended}
             if level == 1:  # another call may have ended workers while this one waited for requests
                 still = [stage for stage in asleep if stage not in ended]
                 replies |= await self._sleep_engines(still, before, timeout_s)
@@ -196,6 +196,11 @@ def _is_awake(reply: Reply, *, whole: bool) -> bool:
 
 
 _ENDED = Reply({"rss_bytes": 0, "device_bytes": 0})
+
+
+def _ended(before: Reply) -> Reply:
+    """Return the reply of a replica whose worker was ended, or had none. before: its reply to ``worker_status``."""
+    return _memory(_ENDED if isinstance(before.error, WorkerLost) else before, _ENDED)
 
 
 def _memory(before: Reply, after: Reply) -> Reply:

@@ -5,7 +5,8 @@ Rules
    ``pipeline`` names the pipeline, and is needed if the server has several.
 2. A call answers for every replica of every stage that it concerns. If one failed, its error is the response. Stages
    without a capability fail the call (501) if fewer stages have it than ``Operation.needed`` demands; otherwise the
-   response names them.
+   response names them. It also names replicas that did not answer a call that needs none of them: such a call has its
+   effect without them.
 3. No route writes where a client chooses. The file that a method writes is temporary, and it is the response.
 """
 
@@ -24,8 +25,8 @@ from msgspec import Meta, field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.errors import InvalidRequest, OmniError, Unsupported
-from omni_actors.serve.api.errors import renaming, unsupported_as_501
+from omni_actors.errors import CallError, InvalidRequest, OmniError, Unsupported
+from omni_actors.serve.api.errors import renaming, to_http_error, unsupported_as_501
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.openapi import JSON
 from omni_actors.serve.api.responses import JSONResponse
@@ -164,7 +165,7 @@ OPERATIONS: dict[str, Operation] = {
     "/is_paused": Operation("is_paused", None),
     "/is_sleeping": Operation("is_sleeping", None),
     "/list_loras": Operation("list_loras", None),
-    "/pause": Operation("pause_generation", PauseRequest),
+    "/pause": Operation("pause_generation", PauseRequest, needed="none"),
     "/reset_encoder_cache": Operation("reset_encoder_cache", StagesRequest),
     "/reset_mm_cache": Operation("reset_mm_cache", StagesRequest),
     "/reset_prefix_cache": Operation("reset_prefix_cache", ResetPrefixCacheRequest),
@@ -256,7 +257,8 @@ def _are_replies(value: Any) -> bool:
 
 def _replies(replies: Mapping[str, list[Reply]], needed: Needed) -> dict[str, list[dict[str, Any]]]:
     errors = [reply.error for stage in replies.values() for reply in stage if reply.error is not None]
-    if failures := [error for error in errors if not isinstance(error, Unsupported)]:
+    named = _NAMED if needed == "none" else Unsupported
+    if failures := [error for error in errors if not isinstance(error, named)]:
         raise min(failures, key=lambda error: not isinstance(error, InvalidRequest))
     if errors and needed == "all":
         raise errors[0]
@@ -265,8 +267,13 @@ def _replies(replies: Mapping[str, list[Reply]], needed: Needed) -> dict[str, li
     return {stage: [_reply(reply) for reply in each] for stage, each in replies.items()}
 
 
+_NAMED = (Unsupported, CallError)
+"""Errors that a response may name at their replica."""
+
+
 def _reply(reply: Reply) -> dict[str, Any]:
     error: OmniError | None = reply.error
-    if not isinstance(error, Unsupported):
+    if not isinstance(error, _NAMED):
         return {"value": msgspec.to_builtins(reply.value)}
-    return {"error": {"code": error.code, "stage": error.stage, "capability": error.capability, "why": error.why}}
+    facts = {"stage": error.stage, "capability": error.capability, "why": error.why}
+    return {"error": {"code": to_http_error(error).code, **facts}}

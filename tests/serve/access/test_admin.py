@@ -141,6 +141,23 @@ def test_a_stage_sleeps_and_wakes(start: Start) -> None:
         assert server.http.get("/is_sleeping").json() == {"result": False}
 
 
+def test_what_has_its_effect_without_the_workers_of_a_sleeping_stage_succeeds(start: Start) -> None:
+    with start("--enable-admin", config=CONTROLLED, api_key="sesame") as server:
+        assert server.http.post("/sleep?level=2", json={"stages": ["plain"]}).status_code == 200
+        for path in ("/sleep?level=2&stages=plain", "/pause?mode=keep", "/start_profile"):
+            answer = server.http.post(path)
+            assert answer.status_code == 200, answer.text
+        [lost] = server.http.post("/pause?mode=keep").json()["result"]["plain"]
+        assert lost["error"]["code"] == "worker_lost"
+        assert lost["error"]["stage"] == "plain"
+        assert "it has no worker" in lost["error"]["why"]
+        assert server.http.get("/is_paused").json() == {"result": True}
+        answer = server.http.post("/call", json={"capability": "worker_status"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
+        stopped = server.http.post("/stop_profile")
+        assert stopped.status_code == 200
+
+
 def test_a_stage_is_scaled(controlled: Server) -> None:
     scaled = controlled.http.post("/scale", json={"stage": "mind", "replicas": 2}).json()["result"]
     assert (scaled["stage"], scaled["before"], scaled["after"]) == ("mind", 1, 2)
