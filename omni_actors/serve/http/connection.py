@@ -134,7 +134,10 @@ class Connection:
             timeout_s, accepted = IDLE_TIMEOUT_S, None
 
     async def _handshake(self, deadline: float) -> bool:
-        """Return False if TLS is not ready in time. Until then the connection is idle. Raises ClientDisconnected."""
+        """Return False if TLS is not ready in time. Until then the connection is idle.
+
+        Raises ClientDisconnected, HTTPError.
+        """
         self.idle_since = trio.current_time()
         with trio.CancelScope(deadline=deadline) as self._idle:
             await self._socket.handshake()
@@ -173,6 +176,7 @@ class Connection:
         raise HTTPError(408, f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s", code="head_too_slow")
 
     async def _refuse(self, error: HTTPError) -> None:
+        self.idle_since = None
         if self._exchange is None or self._exchange.response == "pending":
             log.info("refused a request from %s:%d: %s", *self.client, error)
             try:

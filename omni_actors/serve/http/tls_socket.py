@@ -6,7 +6,8 @@ Rules
 2. What is encrypted is sent in order, whichever task sends it. A cancelled send leaves the rest in ``_unsent``, and the
    next send begins with it: a record is never cut.
 3. Receiving never waits for another task that sends: a client that does not read is still heard.
-4. The client's error, such as bytes that are not TLS, counts as a disconnect.
+4. The client's error, such as bytes that are not TLS, counts as a disconnect. Only a client that sends HTTP gets an
+   answer, without TLS: it says that the server speaks https.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import suppress
 import trio
 
 from omni_actors.serve.http.buffered_socket import PIECE_BYTES, BufferedSocket, ClientDisconnected
+from omni_actors.serve.http.errors import HTTPError
 
 
 class TLSSocket(BufferedSocket):
@@ -36,9 +38,11 @@ class TLSSocket(BufferedSocket):
         self._flushing = trio.Lock()
         self._says_goodbye = True
         """Whether the end of the connection is announced, so that the client knows that it has everything."""
+        self._speaks_tls = True
+        """False: the client sends HTTP without TLS (rule 4)."""
 
     async def handshake(self) -> None:
-        """Agree on a key with the client. Raises ClientDisconnected, also if the client does not speak TLS."""
+        """Agree on a key with the client. Raises ClientDisconnected, and HTTPError if the client sends HTTP."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -46,6 +50,10 @@ class TLSSocket(BufferedSocket):
                 if not await self._receive():
                     raise ClientDisconnected from None
             except ssl.SSLError as error:
+                if error.reason == "HTTP_REQUEST":
+                    self._speaks_tls = self._says_goodbye = False
+                    message = "this server speaks https: use https:// in place of http://"
+                    raise HTTPError(400, message, code="invalid_http") from error
                 await self._flush()  # an alert, which tells the client the reason
                 raise ClientDisconnected from error
             else:
@@ -79,6 +87,9 @@ class TLSSocket(BufferedSocket):
 
     async def send(self, *pieces: bytes) -> None:
         """As that of ``BufferedSocket``."""
+        if not self._speaks_tls:
+            await super().send(*pieces)
+            return
         if sum(map(len, pieces)) <= PIECE_BYTES:
             pieces = (b"".join(pieces),)
         for piece in pieces:

@@ -128,7 +128,7 @@ def test_the_end_of_a_connection_is_announced(secure: Server) -> None:
 
 
 def test_a_stranger_that_speaks_no_tls_disturbs_nothing(secure: Server) -> None:
-    for data in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 100, b"\x16\x03\x01\xff\xff" + b"x" * 20_000):
+    for data in (b"\x00" * 100, b"\x16\x03\x01\xff\xff" + b"x" * 20_000):
         with socket.create_connection(("127.0.0.1", secure.port), WATCHDOG_S) as client:
             client.sendall(data)
             try:
@@ -144,6 +144,17 @@ def server_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(FILES / "server.pem")
     return context
+
+
+@pytest.mark.parametrize("head", ["GET /ping HTTP/1.1", "POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 9999"])
+def test_http_without_tls_is_told_to_use_https(secure: Server, head: str) -> None:
+    with socket.create_connection(("127.0.0.1", secure.port), WATCHDOG_S) as sock, sock.makefile("rb") as answer:
+        sock.sendall(f"{head}\r\nHost: x\r\n\r\n".encode())
+        lines = answer.read().split(b"\r\n")
+    assert lines[0] == b"HTTP/1.1 400 Bad Request"
+    assert b"https://" in lines[-1]
+    with client_of(secure, trusting("server.pem")) as client:
+        assert len(client.models.list().data) == 1
 
 
 async def test_slow_bytes_do_not_extend_the_time_for_a_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
