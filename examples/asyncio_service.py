@@ -19,7 +19,7 @@ def main(config: str, port: int) -> None:
     """Answer questions until SIGINT or SIGTERM."""
     try:
         asyncio.run(serve(config, port))
-    except OmniError as error:
+    except (OmniError, OSError) as error:  # OSError: the port is in use
         raise click.ClickException(str(error)) from error
 
 
@@ -48,6 +48,8 @@ async def converse(omni: AsyncOmni, reader: asyncio.StreamReader, writer: asynci
             await answer(omni, line.decode(errors="replace").strip(), writer)
     except ConnectionError:
         pass  # the client has left; dropping the answer has aborted its request
+    except ValueError:  # of the reader
+        writer.write(b"error: a line has 64 KiB at most\n")
     finally:
         writer.close()
 

@@ -39,7 +39,7 @@ def capture(name: str, file: str) -> None:
             for block in sound.blocks(int(BLOCK_S * sound.samplerate), dtype="float32", always_2d=True):
                 samples = np.ascontiguousarray(block.mean(axis=1))
                 producer.send(*encode_bundle(sound.samplerate, {"samples": samples}))
-    except RingError as error:
+    except (RingError, soundfile.SoundFileError) as error:
         raise click.ClickException(str(error)) from error
 
 

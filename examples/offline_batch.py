@@ -26,7 +26,7 @@ def main(prompts: TextIO, folder: Path, config: str, at_once: int, **params: Any
     folder.mkdir(parents=True, exist_ok=True)
     try:
         failed = trio.run(answer_all, config, prompts, folder, at_once, params)
-    except OmniError as error:
+    except (OmniError, UnicodeDecodeError) as error:
         raise click.ClickException(str(error)) from error
     raise SystemExit(1 if failed else 0)
 

@@ -86,7 +86,10 @@ def media_of(query: Query, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_audio(path: Path) -> AudioChunk:
-    samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    try:
+        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except soundfile.SoundFileError as error:
+        raise click.ClickException(str(error)) from error
     return AudioChunk(samples.mean(axis=1), rate)
 
 

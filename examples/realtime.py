@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import soundfile
 import soxr
+import websockets
 
 RATE = 24000
 BLOCK_S = 0.1
@@ -25,7 +26,10 @@ BLOCK_S = 0.1
 @click.option("--model", default="voice", show_default=True)
 def main(question: str, answer: str, url: str, key: str, model: str) -> None:
     """Send the sound file QUESTION, and write the spoken ANSWER to a sound file."""
-    asyncio.run(talk(question, answer, url, key, model))
+    try:
+        asyncio.run(talk(question, answer, url, key, model))
+    except (OSError, soundfile.SoundFileError, websockets.WebSocketException) as error:
+        raise click.ClickException(str(error)) from error
 
 
 async def talk(question: str, answer: str, url: str, key: str, model: str) -> None:
@@ -53,6 +57,7 @@ async def talk(question: str, answer: str, url: str, key: str, model: str) -> No
                     case "response.done":
                         click.echo(f"\n{event.response.status}")
                         return
+            raise click.ClickException("the server has closed the connection")
 
 
 def blocks(path: str) -> list[bytes]:

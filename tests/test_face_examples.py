@@ -1,6 +1,7 @@
 """The examples for callers without trio: a notebook, an asyncio service and a plain script.
 
 They run with a pipeline of engines without models in the shape of "voice". The notebook also runs in an IPython kernel.
+Of the other examples, only their errors are here.
 """
 
 from __future__ import annotations
@@ -95,6 +96,42 @@ def test_an_asyncio_service_answers_clients_at_once_and_ends_by_a_signal(studio:
             process.send_signal(signal.SIGINT)
             stdout, stderr = process.communicate(timeout=WATCHDOG_S)
     assert (process.returncode, stdout, stderr) == (0, "", "")
+
+
+def test_an_asyncio_service_refuses_a_line_that_is_too_long_and_serves_on(studio: Path) -> None:
+    with service("--config", "studio.yaml") as (process, port):
+        with socket.create_connection(("127.0.0.1", port), WATCHDOG_S) as client, client.makefile() as lines:
+            client.sendall(b"a" * 70_000 + b"\n")
+            assert lines.read() == "error: a line has 64 KiB at most\n"
+        with socket.create_connection(("127.0.0.1", port), WATCHDOG_S) as client, client.makefile() as lines:
+            client.sendall(b"hello\n")
+            assert lines.readline() == "hello\n"
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=WATCHDOG_S)
+    assert (process.returncode, stdout, stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["asyncio_service.py", "--config", "studio.yaml", "--port", "PORT"], "address already in use"),
+        (["realtime.py", "sound.wav", "answer.wav", "--url", "http://127.0.0.1:1/v1"], "127.0.0.1"),
+        (["mixed_modalities.py", "--audio", "prompts.txt"], "prompts.txt"),
+        (["qwen_omni.py", "--audio-path", "prompts.txt"], "prompts.txt"),
+        (["offline_batch.py", "prompts.txt", "answers", "--config", "studio.yaml"], "utf-8"),
+    ],
+    ids=["asyncio_service", "realtime", "mixed_modalities", "qwen_omni", "offline_batch"],
+)
+def test_an_example_says_in_one_sentence_what_is_wrong(studio: Path, command: list[str], words: str) -> None:
+    """PORT is in use. prompts.txt is neither sound nor text."""
+    soundfile.write("sound.wav", [0.0] * 2400, 24000)
+    Path("prompts.txt").write_bytes(b"\xff\xfe\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        name, *arguments = (word.replace("PORT", str(taken.getsockname()[1])) for word in command)
+        done = subprocess.run(program(name, *arguments), capture_output=True, text=True, timeout=WATCHDOG_S)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert words in done.stderr.splitlines()[-1]
 
 
 async def run_cells(cells: list[str]) -> None:
