@@ -247,6 +247,29 @@ class NodeLeftOut(LogEvent, frozen=True, kw_only=True):
         return f"the system starts without node {self.node!r}, which is tried again: {self.reason}"
 
 
+class NodeLost(LogEvent, frozen=True, kw_only=True):
+    """The parent has given up a node of its cluster that had an agent with a lease.
+
+    Attributes:
+        reason: why.
+        workers: how many ran there, or were being started.
+        fenced_in_s: after at most this many seconds none of them can run any more. Their deaths follow then.
+    """
+
+    level: ClassVar[int] = logging.WARNING
+    node: str
+    reason: str
+    workers: int
+    fenced_in_s: float
+
+    def __str__(self) -> str:
+        lost = f"node {self.node!r} is lost: {self.reason}"
+        if not self.workers:
+            return f"{lost}; it had no workers"
+        workers = "its worker starts" if self.workers == 1 else f"its {self.workers} workers start"
+        return f"{lost}; {workers} again once none can run there any more, in at most {self.fenced_in_s:g} s"
+
+
 class DevicesAwaited(LogEvent, frozen=True, kw_only=True):
     """Opening a system waits for devices of its cluster that another system holds, which may have just been killed.
 

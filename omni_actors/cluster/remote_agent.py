@@ -22,6 +22,7 @@ from typing import Final, TypeAlias
 
 import trio
 
+from omni_actors import log_events
 from omni_actors.cluster import control
 from omni_actors.cluster.connection import Connection, ConnectionLost
 from omni_actors.cluster.lease import GrantedLease
@@ -36,6 +37,8 @@ from omni_actors.supervisor.nodes import NodeCondition, NodeState
 from omni_actors.supervisor.process import PlaceLost, SpawnFailed
 from ringbuf import RingStatistics
 
+PARENT_ENDS: Final = "the parent ends"
+"""Why an agent is given up that has not failed."""
 BEHIND: Final = 4
 """How many of the last measurements of a node's clock are kept. The one with the least delay counts."""
 WORKER_LOGGERS = "omni_actors.worker."
@@ -161,7 +164,7 @@ class RemoteAgent:
                     nursery.start_soon(self._read, connection, nursery)
                     nursery.start_soon(self._watch_silence)
         finally:
-            self.give_up("the parent ends")
+            self.give_up(PARENT_ENDS)
             with trio.CancelScope(shield=True):
                 await connection.close()  # an agent that can be reached ends now
             await self._wait_fenced()
@@ -193,11 +196,19 @@ class RemoteAgent:
             self._connection = None
             self._scope.cancel()
             self._on_lost()
+            if self.up.is_set() and reason != PARENT_ENDS:
+                self._log_loss(reason)
             self.up.set()
             if not self._ran:
                 self._fence()
             for worker in self._workers.values():
                 worker.mailbox.fail(self._why_lost())
+
+    def _log_loss(self, reason: str) -> None:
+        left_s = 0.0 if self._process_ended.is_set() else max(0.0, self._lease.safe_at - now())
+        log_events.record(
+            log_events.NodeLost(node=self.node, reason=reason, workers=len(self._workers), fenced_in_s=round(left_s, 1))
+        )
 
     def process_ended(self, why: str) -> None:
         """Record that the agent's process has ended for certain, and its workers with it (rule 2)."""

@@ -23,6 +23,7 @@ from omni_actors.cluster.spawner import open_cluster
 from omni_actors.cluster.strangers import MOST_STRANGERS
 from omni_actors.cluster.subprocess_agents import SubprocessAgents
 from omni_actors.errors import ClusterUnavailable, StageCrashed
+from omni_actors.log_events import NodeLost
 from omni_actors.stress import cuts
 from tests.cluster.long_answers import (
     ask_long,
@@ -70,7 +71,9 @@ async def test_answers_cross_nodes_whole_and_in_order(layout: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_request_goes_on_after_the_death_of_a_worker_on_another_node(writers: Path) -> None:
+async def test_a_request_goes_on_after_the_death_of_a_worker_on_another_node(
+    writers: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with open_on_nodes(long_answers(writers), LAYOUTS["two nodes"]) as cluster:
         for stage in ("first", "second"):
             generation, pid = ask_long(cluster.omni), pid_of(cluster.omni, stage)
@@ -80,10 +83,18 @@ async def test_a_request_goes_on_after_the_death_of_a_worker_on_another_node(wri
         [death] = cluster.omni.health().stages["first"][0].history
         assert death.signal == "SIGKILL"
         assert assert_one_writer_at_a_time(writers) == 4
+    assert not losses(caplog), "neither a death of a worker nor the end of the system is the loss of a node"
+
+
+def losses(caplog: pytest.LogCaptureFixture) -> list[NodeLost]:
+    events = [record.__dict__.get("event") for record in caplog.records]
+    return [event for event in events if isinstance(event, NodeLost)]
 
 
 @pytest.mark.parametrize("node", ["a", pytest.param("b", marks=pytest.mark.slow)])
-async def test_a_request_goes_on_after_the_death_of_an_agent(writers: Path, node: str) -> None:
+async def test_a_request_goes_on_after_the_death_of_an_agent(
+    writers: Path, node: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its workers die with it. The process is a child of this one, so its end is certain and no lease is waited for."""
     async with open_on_nodes(long_answers(writers), LAYOUTS["two nodes"], lease_s=60) as cluster:
         stage = {"a": "first", "b": "second"}[node]
@@ -96,6 +107,9 @@ async def test_a_request_goes_on_after_the_death_of_an_agent(writers: Path, node
         [death] = cluster.omni.health().stages[stage][0].history
         assert death.reason is not None
         assert f"NodeLost: {node}" in death.reason
+        [lost] = losses(caplog)
+        assert (lost.node, lost.workers) == (node, 1)
+        assert 0 <= lost.fenced_in_s <= 67
         assert_one_writer_at_a_time(writers)
 
 
