@@ -6,8 +6,9 @@ Rules
    something before it still waits for an answer: words of the user, or the output of a function. An answer of which
    nothing was heard is none, and a call of a function is one.
 2. If the model may call functions, and the pipeline speaks scripts, the text is spoken by a request of its own: calls
-   are not read aloud. The beginning of a call that was cut is dropped too. A text in which there is nothing to speak
-   ends without sound, as it does where the same request speaks it.
+   are not read aloud. The beginning of a call that was cut is dropped too, and a whole call is completed, whatever
+   ends the response. A text in which there is nothing to speak ends without sound, as it does where the same request
+   speaks it.
 3. A conversation that is too long for the model loses its older half and is tried again, unless the session's
    ``truncation`` is "disabled". Messages of the system stay. Nothing has been sent by then.
 4. A conversation that the pipeline refuses, and in which one side speaks twice in a row, is tried again with such
@@ -226,8 +227,9 @@ class Response:
                 self._generations.remove(generation)
                 generation.abort()
         text, calls = self._calls.finish()
-        await self._add_text("" if must_call(self._settings.body) else text, calls, script)
-        if self._finish_reason != "length":  # else the last call was cut, and the end of the response ends it
+        is_cut = self._finish_reason == "length"
+        await self._add_text("" if is_cut or must_call(self._settings.body) else text, calls, script)
+        if not is_cut:  # else the end of the response ends the call that was cut
             self._events.end_call()
 
     async def _messages(self, entries: Sequence[Entry]) -> tuple[list[dict[str, Any]], list[AudioChunk]]:
@@ -244,6 +246,8 @@ class Response:
                 await script.send(text)
         for call in calls:
             self._events.call(call)
+            if self._calls.are_whole:
+                self._events.end_call()
 
     async def _speak(self, parts: trio.MemoryReceiveChannel[str], queue: trio.MemorySendChannel[bytes]) -> None:
         """Speak the parts of a text. Raises OmniError."""

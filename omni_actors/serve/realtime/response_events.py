@@ -94,7 +94,6 @@ class ResponseEvents:
         """Add a call of a function, or more of its arguments. found: as the chat API streams calls."""
         function = found["function"]
         if "id" in found:
-            self.end_call()
             begun = FunctionCall(name=function["name"], arguments="", call_id=found["id"], status="in_progress")
             self._call = self._add(begun)
         assert self._call is not None

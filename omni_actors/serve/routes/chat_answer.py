@@ -42,6 +42,11 @@ class Calls:
         self._named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
         self._required: list[str] | None = [] if body.tool_choice == "required" else None
 
+    @property
+    def are_whole(self) -> bool:
+        """Whether each object is a whole call. Otherwise further ones may have more of its arguments."""
+        return self._named is None
+
     def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Take text of the model; return what of it is text of the answer, and the objects of calls."""
         if self._named is not None:
