@@ -5,6 +5,8 @@ Rules
    left out, and the rest of its item is not.
 2. A call whose arguments are no JSON object within the bounds of ``checked_arguments`` is left out, with its outputs; a
    model may write such calls. So is an unfinished call (``Response``).
+3. A call is a part of the assistant's message before it, if no other message is between them. That is how a model
+   writes its text and its calls, and how ``/v1/responses`` has them.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ async def chat_messages(
                 if content := await _content(entry, item, clips, transcribed=transcribed):
                     messages.append({"role": item.role, "content": content})
             case FunctionCall() if entry in calls:
-                messages.append({"role": "assistant", "content": "", "tool_calls": [calls[entry]]})
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(calls[entry])
             case FunctionCallOutput() as item if item.call_id in call_ids:
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
     return messages or [{"role": "system", "content": GREETING}], clips

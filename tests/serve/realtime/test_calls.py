@@ -12,11 +12,11 @@ from omni_actors.outputs import Output
 from omni_actors.serve.realtime.chat_messages import chat_messages
 from omni_actors.serve.realtime.config import FunctionTool, ResponseParams, SessionConfig
 from omni_actors.serve.realtime.conversation import Conversation, Entry
-from omni_actors.serve.realtime.items import FunctionCall, Message, Part
+from omni_actors.serve.realtime.items import FunctionCall, FunctionCallOutput, Message, Part
 from omni_actors.serve.realtime.response import Response
 from omni_actors.serve.realtime.response_settings import ResponseSettings
 
-CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+CALL, OTHER = (f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in ("weather", "clock"))
 QUESTION = Entry(Message(role="user", content=[Part("input_text", text="Is it warm?")]))
 TOOLS = [FunctionTool(name="weather"), FunctionTool(name="clock")]
 
@@ -86,3 +86,18 @@ async def test_a_whole_call_is_done_before_the_text_behind_it_and_stays_when_tha
     messages, _ = await chat_messages(written.conversation.entries, "", transcribed=True)
     assert [each["role"] for each in messages] == ["user", "assistant", "assistant"]
     assert messages[1]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+async def test_the_calls_of_an_answer_are_one_message_with_its_text() -> None:
+    """As a model writes them, and as the responses API has them."""
+    written = Written("Let me look.", CALL, OTHER)
+    await written.response.run()
+    assert written.output == [("completed", "Let me look."), ("completed", "weather"), ("completed", "clock")]
+    ids = [entry.item.call_id for entry in written.conversation.entries if isinstance(entry.item, FunctionCall)]
+    for call_id in reversed(ids):
+        written.conversation.insert(Entry(FunctionCallOutput(call_id=call_id, output="warm")))
+    for _ in range(2):  # making messages changes no item
+        messages, _ = await chat_messages(written.conversation.entries, "", transcribed=True)
+        assert [each["role"] for each in messages] == ["user", "assistant", "tool", "tool"]
+        assert messages[1]["content"] == "Let me look."
+        assert [each["id"] for each in messages[1]["tool_calls"]] == ids
