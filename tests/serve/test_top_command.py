@@ -20,7 +20,7 @@ from omni_actors.cli import main
 from omni_actors.cli.top.rates import Rates
 from omni_actors.cli.top.screen import Space, screen
 from omni_actors.supervisor.nodes import LinkState
-from omni_actors.system.live_requests import LiveRequest, RequestFailure
+from omni_actors.system.live_requests import Bar, LiveRequest, RequestFailure
 from omni_actors.system.live_state import LiveNode, LiveReplica, LiveRing, LiveStage, LiveState
 from tests.support.http_server import WATCHDOG_S, Server, Start, until
 from tests.support.readme import ROOT
@@ -138,6 +138,17 @@ def test_a_ring_of_impossible_size_takes_the_space_of_one_ring(used: int, capaci
     assert len(re.findall("[█·]", text)) == 10 * len(rings)
 
 
+@pytest.mark.parametrize("total", [1.0, 5e-324])
+@pytest.mark.parametrize(("began", "ended", "parts"), [(-1e9, 1e308, 32), (1e308, -1e9, 1), (-1e9, -1e9, 1)])
+def test_a_life_of_impossible_times_takes_the_space_of_one_life(
+    total: float, began: float, ended: float, parts: int
+) -> None:
+    bar = Bar(kind="step", began=began, ended=ended)
+    request = LiveRequest(name="req-1", state="done", submitted=0.0, stages=["a"], bars=[bar], total_s=total)
+    text = shown(msgspec.structs.replace(state(0, 0), requests={"req-1": request}), Rates(), 200)
+    assert text.count("█") == parts
+
+
 def clustered(at: float, crossed: int) -> LiveState:
     """A stage on two nodes, of which one was lost, and the link of one ring, over which records have crossed."""
     replica = LiveReplica(
@@ -228,6 +239,23 @@ def test_the_live_screen_shows_a_death_and_the_loss_of_the_server(
     child.wait()
     assert child.exitstatus == 0
     assert "\x1b[?1049l" in child.before, "the screen of before is back"
+
+
+def test_a_terminal_without_a_cursor_is_one_sentence(terminal: list[pexpect.spawn[str]]) -> None:
+    """Nothing can be drawn there, so the screen would stay empty."""
+    child = pexpect.spawn(
+        sys.executable,
+        ["-m", "omni_actors", "top", "--url", "http://127.0.0.1:1"],
+        cwd=str(ROOT),
+        env={**TERMINAL_ENVIRONMENT, "TERM": "dumb"},
+        timeout=WATCHDOG_S,
+        encoding="utf-8",
+    )
+    terminal.append(child)
+    child.expect(r"TERM=dumb.*--once")
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 2
 
 
 def test_a_terminal_that_goes_away_ends_the_command(studio: Server) -> None:

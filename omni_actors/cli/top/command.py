@@ -48,6 +48,8 @@ def top(url: str | None, api_key: str | None, pipeline: str | None, interval: fl
         console.width = WIDTH_OF_A_FILE
     if not once and not (console.is_terminal and sys.stdin.isatty()):
         raise click.UsageError("standard input and output must be a terminal; --once prints one screen")
+    if not once and console.is_dumb_terminal:
+        raise click.UsageError(f"this terminal (TERM={os.environ['TERM']}) has no cursor; --once prints one screen")
     screens = _Top(console, url or URL, interval)
     run(partial(screens.run, api_key, pipeline, once=once))
     if once:

@@ -301,7 +301,8 @@ def _bar(request: LiveRequest, total: float, width: int) -> Text:
     """Return the parts of a request's life in ``width`` characters. A later part covers an earlier one."""
     styles = [""] * width
     for bar in request.bars if total else ():
-        first = min(width - 1, int(width * bar.began / total))
-        last = min(width, max(first + 1, round(width * (total if bar.ended is None else bar.ended) / total)))
+        began, ended = (min(1.0, max(0.0, at / total)) for at in (bar.began, total if bar.ended is None else bar.ended))
+        first = min(width - 1, int(width * began))
+        last = max(first + 1, round(width * ended))
         styles[first:last] = [BAR_STYLES.get(bar.kind, "")] * (last - first)
     return Text.assemble(*(("█" if style else " ", style) for style in styles))
