@@ -134,6 +134,37 @@ def test_a_reader_who_has_scrolled_back_stays_there_until_a_new_message(page: Pa
     page.wait(f"{LIST}.scrollHeight - {LIST}.scrollTop - {LIST}.clientHeight < 2")
 
 
+def test_the_error_of_a_long_answer_is_in_view(page: Page) -> None:
+    in_module(
+        page, "void (window.answer = talk.addMessage({role: 'assistant', text: 'a line of an answer '.repeat(400)}))"
+    )
+    page.wait(f"{LIST}.scrollTop > 100")
+    in_module(page, "talk.changed(answer, {state: 'failed', error: 'the stage has died '.repeat(20)})")
+    page.wait("document.querySelector('.message .error')")
+    page.wait(f"{LIST}.scrollHeight - {LIST}.scrollTop - {LIST}.clientHeight < 2")
+
+
+LINE_COLOUR = "getComputedStyle(document.documentElement).getPropertyValue('--line').trim()"
+DRAWN_COLOUR = """(() => {
+  const canvas = document.querySelector('.wave canvas');
+  const {width, height} = canvas;
+  const pixel = [...canvas.getContext('2d').getImageData(width / 2, height / 2, 1, 1).data].slice(0, 3);
+  return '#' + pixel.map((each) => each.toString(16).padStart(2, '0')).join('');
+})()"""
+"""The colour of the line in the middle of the waveforms."""
+
+
+def test_the_waveforms_of_an_answer_that_is_over_follow_the_theme(page: Page) -> None:
+    in_module(page, "void (window.answer = talk.addMessage({role: 'assistant', text: 'hello'}))")
+    page.wait(f"{DRAWN_COLOUR} === {LINE_COLOUR}")
+    in_module(page, "talk.changed(answer, {state: 'done'})")
+    page.evaluate(SHOWN)
+    before = page.evaluate(LINE_COLOUR)
+    page.key("t", "KeyT", "t")
+    page.wait(f"{LINE_COLOUR} !== '{before}'")
+    page.wait(f"{DRAWN_COLOUR} === {LINE_COLOUR}")
+
+
 PLAYED = "{received: 100, played: 50, isPlaying: true, peaks: [], stop() {}}"
 """A player that has played half of an answer."""
 

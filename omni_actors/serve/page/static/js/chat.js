@@ -117,7 +117,7 @@ export function Chat({ model, can, hasRealtime, theme }) {
     isAtEnd.current = true; // a new message is shown
     followEnd();
   }, [last?.id]);
-  useEffect(() => void followEnd(), [last?.text.length]);
+  useEffect(() => void followEnd(), [last?.text.length, last?.error]);
   const isPlaying = messages.some((each) => each.player?.isPlaying);
   useClock(250, isPlaying);
   const isActive = mode !== "off" || isPlaying || last?.state === "open";

@@ -47,11 +47,14 @@ function draw(canvas, colours) {
   }
 }
 
-// Draws while the microphone is open or an answer is made or played. isActive: whether one of these is so.
+// Draws while the microphone is open or an answer is made or played, and later once for each change of the theme.
+// isActive: whether one of these is so.
 export function Wave({ isActive, theme }) {
   const canvas = useRef();
+  const hasDrawn = useRef(false); // before, there is no sound
   useEffect(() => {
-    if (!isActive || !canvas.current) return undefined;
+    if (!isActive && !hasDrawn.current) return undefined;
+    hasDrawn.current = true;
     const names = { input: "--ink-2", output: "--accent", line: "--line", speech: "--amber" };
     const colours = Object.fromEntries(Object.entries(names).map(([name, variable]) => [name, colour(variable)]));
     let last = 0;
@@ -60,7 +63,7 @@ export function Wave({ isActive, theme }) {
         last = now;
         draw(canvas.current, colours);
       }
-      frame = requestAnimationFrame(step);
+      if (isActive) frame = requestAnimationFrame(step);
     });
     return () => cancelAnimationFrame(frame);
   }, [isActive, theme]);
