@@ -128,12 +128,22 @@ def test_a_refusal_that_is_no_json_is_one_line(body: bytes, scripted: Scripted) 
     assert "errors: 1 × 500" in result.stdout, result.exception
 
 
-def test_a_player_that_cannot_be_run_costs_only_the_sound(scripted: Scripted, player: None, tmp_path: Path) -> None:
-    (tmp_path / "bin" / "aplay").write_text("no program")
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("no program", "aplay cannot be run: Exec format error"),
+        ("#!/bin/sh\nexit 1\n", "aplay has failed (exit code 1): the sound may not have been played"),
+        ("#!/bin/sh\nkill -9 $$\n", "aplay has failed (SIGKILL): the sound may not have been played"),
+    ],
+)
+def test_a_player_that_fails_costs_only_the_sound(
+    scripted: Scripted, player: None, tmp_path: Path, program: str, reason: str
+) -> None:
+    (tmp_path / "bin" / "aplay").write_text(program)
     scripted.answers = [answered({"content": "hi"}, {"audio": {"data": "AAAA" * 160}})] * 2
     result = chat(scripted, "one\ntwo\n", "--play", "-o", str(tmp_path))
     assert (result.exit_code, result.stdout) == (0, "hi\nhi\n"), result.exception
-    assert "aplay cannot be run: Exec format error" in result.stderr
+    assert " ".join(result.stderr.split()).count(reason) == 2
     assert (tmp_path / "answer-2.wav").exists()
 
 

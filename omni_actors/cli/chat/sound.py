@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -92,7 +93,7 @@ async def _playing(command: tuple[str, ...]) -> AsyncIterator[trio.MemorySendCha
 async def _play(command: tuple[str, ...], pieces: trio.MemoryReceiveChannel[bytes]) -> None:
     """Play pieces until their end. A player that ends early, because there is no sound card, costs only the sound.
 
-    So does one that cannot be run, such as a program for another machine.
+    So does one that cannot be run, such as a program for another machine. A note tells of both.
     """
     quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
     async with trio.open_nursery() as nursery, pieces:
@@ -112,3 +113,6 @@ async def _play(command: tuple[str, ...], pieces: trio.MemoryReceiveChannel[byte
                         await process.stdin.send_all(piece)
                     except trio.BrokenResourceError:
                         has_player = False
+        if code := await process.wait():
+            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            notes.print(f"{command[0]} has failed ({how}): the sound may not have been played", style="yellow")
