@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -10,6 +12,7 @@ from unittest import mock
 import pytest
 import xgrammar
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, XgrammarGrammar
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.stages.base import StageFailure, WarmsUp
@@ -56,14 +59,7 @@ def test_an_answer_that_vllm_ends_by_an_error_fails_alone(driver: Any, name: str
 
     plain = text_of(answer(driver, QUESTION, max_tokens=8))
     with mock.patch.object(StructuredOutputManager, "accept_tokens", accept):
-        ask(driver, 1, QUESTION, structured_outputs={"regex": "[ab]{9}"}, **several, temperature=1.0, seed=1)
-        ask(driver, 2, QUESTION, max_tokens=8)
-        outputs = driver.run()
-    [failure] = outputs[1]
-    assert isinstance(failure, StageFailure)
-    assert isinstance(failure.error, InvalidRequest)
-    assert failure.error.param == "structured_outputs"
-    assert text_of(outputs[2]) == plain
+        check_fails_alone(driver, plain, structured_outputs={"regex": "[ab]{9}"}, **several, temperature=1.0, seed=1)
     assert not driver.engine._requests
 
 
@@ -89,20 +85,59 @@ def test_a_structure_that_is_too_large_to_convert_is_refused(driver: Any) -> Non
     assert text_of(answer(driver, structured_outputs={"json": {"enum": ["x"]}})) == '"x"'
 
 
-def test_a_structure_with_costly_masks_fails_its_own_request(driver: Any) -> None:
-    """With this one, each mask costs more than the one before."""
-    structured = {"regex": "((a{1,200}){1,200}){1,200}"}
-    plain = text_of(answer(driver, QUESTION, max_tokens=8))
-    with mock.patch.object(structures, "MASK_S", 0.0):
-        ask(driver, 1, QUESTION, structured_outputs=structured, max_tokens=8)
-        ask(driver, 2, QUESTION, max_tokens=8)
-        outputs = driver.run()
+def test_a_structure_with_a_costly_mask_fails_its_own_request(driver: Any) -> None:
+    """Nothing can stop xgrammar, so a thread goes on with the mask when both requests have ended."""
+    plain, over, ended = text_of(answer(driver, QUESTION, max_tokens=8)), threading.Event(), list[float]()
+
+    def compute(grammar: Any, bitmask: Any, row: int) -> None:
+        while time.thread_time() < 30 and not over.is_set():
+            pass
+        ended.append(time.thread_time())
+
+    with mock.patch.object(structures, "MASK_S", 0.02), mock.patch.object(XgrammarGrammar, "fill_bitmask", compute):
+        check_fails_alone(driver, plain, structured_outputs={"regex": "[ab]{9}"}, max_tokens=8)
+    assert not ended
+    assert set(text_of(answer(driver, QUESTION, structured_outputs={"regex": "a{9}"}, max_tokens=8))) == {"a"}
+    [thread] = structures._late
+    assert os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) == structures.LATE_NICE
+    over.set()
+    thread.join()
+    assert not structures._late
+
+
+def test_a_structure_that_is_too_large_to_compile_fails_its_own_request(driver: Any) -> None:
+    """It holds back no other structures either: vLLM compiles them one after the other on a machine of two cores."""
+    plain, over, compiled = text_of(answer(driver, QUESTION, max_tokens=8)), threading.Event(), list[str]()
+    compile_grammar = XgrammarBackend.compile_grammar
+
+    def compile_slowly(backend: Any, kind: Any, spec: str, **arguments: Any) -> Any:
+        if spec == "[ab]{9}":
+            over.wait(30)
+        compiled.append(spec)
+        return compile_grammar(backend, kind, spec, **arguments)
+
+    with (
+        mock.patch.object(structures, "COMPILE_S", 0.02),
+        mock.patch.object(XgrammarBackend, "compile_grammar", compile_slowly),
+    ):
+        check_fails_alone(driver, plain, structured_outputs={"regex": "[ab]{9}"}, max_tokens=8)
+    assert not compiled
+    assert set(text_of(answer(driver, QUESTION, structured_outputs={"regex": "a{9}"}, max_tokens=8))) == {"a"}
+    over.set()
+    for thread in list(structures._late):
+        thread.join()
+
+
+def check_fails_alone(driver: Any, plain: str, **params: Any) -> None:
+    """Ask with a structure that fails, and beside it without one, for the answer ``plain``."""
+    ask(driver, 1, QUESTION, **params)
+    ask(driver, 2, QUESTION, max_tokens=8)
+    outputs = driver.run()
     [failure] = outputs[1]
     assert isinstance(failure, StageFailure)
     assert isinstance(failure.error, InvalidRequest)
     assert failure.error.param == "structured_outputs"
     assert text_of(outputs[2]) == plain
-    assert set(text_of(answer(driver, QUESTION, structured_outputs=structured, max_tokens=8))) == {"a"}
 
 
 def test_warming_up_leaves_nothing_behind(driver: Any) -> None:

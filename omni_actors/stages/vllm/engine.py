@@ -39,11 +39,12 @@ from omni_actors.stages.base import (
 )
 from omni_actors.stages.raw_prompt import RawPrompt
 from omni_actors.stages.refusal import beyond_context
-from omni_actors.stages.vllm import _internals, control, logprobs, replay, structures
+from omni_actors.stages.vllm import _internals, control, logprobs, replay
 from omni_actors.stages.vllm.adapters import DISABLED, VLLMAdapters
 from omni_actors.stages.vllm.arguments import CLIENT_ERRORS, engine_args, parallel, refusal, sampling_params
 from omni_actors.stages.vllm.decided import MOST_LOGPROBS, DecidedTokens, Entry, at_once, drop_reserved, entries
 from omni_actors.stages.vllm.options import VLLMOptions, VLLMSampling
+from omni_actors.stages.vllm.structures import Structures
 
 NOT_RESUMED = "not_resumed"
 
@@ -142,6 +143,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         _internals.register_in_process(config.get("architectures") or ())
         self._llm = LLMEngine.from_engine_args(arguments)
         self._context: int = self._llm.model_config.max_model_len
+        self._structures = Structures(self._llm)
         self._adapters = VLLMAdapters(self._llm)
         if self._llm.vllm_config.lora_config is None:
             self._capabilities |= {LOAD: DISABLED, KEEP: DISABLED}
@@ -199,7 +201,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
     def _join_batch(self, request: R, prompt: Any) -> None:
         del request.collector
         try:
-            structures.check(self._llm, request.sampling)
+            self._structures.check(request.sampling)
             request.internal_id = self._llm.add_request(
                 str(request.id),
                 prompt,
@@ -211,8 +213,6 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
             if request.prompt_tokens >= self._context:
                 raise beyond_context(str(error)) from error
             raise refusal(error) from error
-        if request.sampling.structured_outputs is not None:
-            structures.bound(self._llm, replay.names(self._llm, str(request.id)))
         if request.behind or request.again:
             self._begin_behind(request)
 

@@ -21,6 +21,7 @@ REQUIRED = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the hidden states are captured from version 1
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0",  # vLLM's threads would go on uncounted; ``structures`` has limits
 }
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # the supervisor keeps the end of stderr to explain a crash
