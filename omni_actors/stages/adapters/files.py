@@ -9,9 +9,12 @@ Rules
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
+import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,7 +82,7 @@ class AdapterFiles(msgspec.Struct, frozen=True):
 def read(directory: str) -> AdapterFiles:
     """Read an adapter's directory. It blocks while it reads. Raises InvalidAdapter."""
     try:
-        config, weights = ((Path(directory) / name).read_bytes() for name in (CONFIG, WEIGHTS))
+        config, weights = (_content(Path(directory) / name) for name in (CONFIG, WEIGHTS))
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = getattr(error, "strerror", None) or str(error)
         missing = Path(getattr(error, "filename", None) or directory).name
@@ -88,6 +91,23 @@ def read(directory: str) -> AdapterFiles:
     digest.update(config)
     digest.update(weights)
     return AdapterFiles(directory, _checked(directory, config), weights, digest.hexdigest())
+
+
+def _content(path: Path) -> bytes:
+    """Read a file. A pipe would be waited for, and a device may have no end. Raises OSError, ValueError."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
+
+
+def times(adapter: Adapter) -> tuple[tuple[int, int, int], ...] | None:
+    """Return what changes with an adapter's files: their numbers, sizes and times. None: one is missing."""
+    try:
+        found = [(Path(adapter.directory) / name).stat() for name in (CONFIG, WEIGHTS)]
+    except OSError:
+        return None
+    return tuple((each.st_ino, each.st_size, each.st_ctime_ns) for each in found)
 
 
 def read_again(adapter: Adapter) -> AdapterFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -270,3 +271,14 @@ def test_numbers_of_a_type_that_torch_lacks_are_refused(
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidAdapter, match=r"adapter_config\.json: No such file"):
         adapter(tmp_path)
+
+
+@pytest.mark.parametrize("name", [files.CONFIG, files.WEIGHTS])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_refused(adapters: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """A pipe would be waited for without end, and a device read."""
+    directory = shutil.copytree(adapters["plain"], tmp_path / "pipe")
+    for place in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (directory / name).unlink()
+        place(directory / name)
+        with pytest.raises(InvalidAdapter, match=f"{name}: not a regular file"):
+            files.read(str(directory))
