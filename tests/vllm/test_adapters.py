@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,8 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from omni_actors.errors import InvalidAdapter, InvalidRequest
+from omni_actors.stages.adapters.files import CONFIG, WEIGHTS
 from omni_actors.stages.adapters.options import Adapter
 from omni_actors.stages.base import Decisions
 from tests.support.adapters import adapter, write_adapter
@@ -150,3 +156,86 @@ def test_what_vllm_cannot_load_is_refused(
             ask(driver, 1, wrong)
     assert not driver.engine._requests  # type: ignore[attr-defined]
     driver.live.clear()
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Tensor], str], object], str]] = {
+    "missing": (lambda tensors, name: tensors.pop(name), "is missing"),
+    "narrow": (lambda tensors, name: tensors.update({name: torch.zeros(4, 3)}), r"found torch.float32 \(4, 3\)"),
+    "no matrix": (lambda tensors, name: tensors.update({name: torch.tensor(1.0)}), r"found torch.float32 \(\)"),
+    "not finite": (lambda tensors, name: tensors[name].fill_(torch.nan), "accepted: finite"),
+    "no weights": (lambda tensors, name: tensors.clear(), "there are no weights"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_weights_that_vllm_would_take_or_die_of_are_refused(
+    wrong: str, driver: Driver, smollm2: Path, tmp_path: Path
+) -> None:
+    directory = write_adapter(tmp_path / "one", smollm2, TARGETS)
+    tensors = load_file(directory / WEIGHTS)
+    change, why = WRONG[wrong]
+    change(tensors, next(iter(tensors)))
+    save_file(tensors, directory / WEIGHTS)
+    check_refused(driver, directory, why)
+
+
+def test_a_damaged_file_and_a_scale_without_bound_are_refused(driver: Driver, smollm2: Path, tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "one", smollm2, TARGETS)
+    config = json.loads((directory / CONFIG).read_bytes())
+    (directory / CONFIG).write_text(json.dumps({**config, "lora_alpha": 1e300}))
+    check_refused(driver, directory, "too large")
+    (directory / CONFIG).write_text(json.dumps(config))
+    (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:1000])
+    check_refused(driver, directory, "header")
+
+
+def check_refused(driver: Driver, directory: Path, why: str) -> None:
+    with pytest.raises(InvalidAdapter, match=why):
+        ask(driver, 1, adapter(directory))
+    driver.live.discard(1)
+    assert not driver.engine._requests  # type: ignore[attr-defined]
+
+
+def test_requests_whose_adapter_changes_after_vllm_has_removed_it_fail_alone(
+    driver: Driver, adapters: list[Adapter], smollm2: Path, tmp_path: Path
+) -> None:
+    """They wait, because a batch has two adapters, and memory three."""
+    for number, lora in enumerate([None, *adapters]):
+        ask(driver, number, lora)
+    expected = texts(driver.run())
+    own = adapter(write_adapter(tmp_path / "own", smollm2, TARGETS, seed=9))
+    for number, lora in enumerate([None, *adapters[:2], own, *adapters[2:]]):
+        ask(driver, number, lora)
+    engine: Any = driver.engine
+    begun = driver.step()
+    assert engine._adapters.name_of(own).lora_int_id not in engine._llm.list_loras()
+    write_adapter(tmp_path / "other", smollm2, TARGETS, seed=10)
+    shutil.copy(tmp_path / "other" / WEIGHTS, tmp_path / "own" / WEIGHTS)
+    outputs = driver.run()
+    for output in begun:
+        outputs[output.request_id].insert(0, output)
+    [failure] = outputs.pop(3)
+    assert isinstance(failure.error, InvalidAdapter)
+    assert "have changed" in failure.error.message
+    assert [text for _, text in sorted(texts(outputs).items())] == [text for _, text in sorted(expected.items())]
+    assert not engine._llm.list_loras()
+
+
+def test_vllm_itself_loads_no_files_that_have_changed(
+    driver: Driver, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They change after the engine has checked them, before vLLM reads them."""
+    own = adapter(write_adapter(tmp_path / "own", smollm2, TARGETS, seed=9))
+    other = write_adapter(tmp_path / "other", smollm2, TARGETS, seed=10)
+    engine: Any = driver.engine
+    add_lora = engine._llm.add_lora
+
+    def change_and_add(request: Any) -> Any:
+        shutil.copy(other / WEIGHTS, tmp_path / "own" / WEIGHTS)
+        return add_lora(request)
+
+    monkeypatch.setattr(engine._llm, "add_lora", change_and_add)
+    with pytest.raises(InvalidAdapter, match="have changed"):
+        ask(driver, 1, own)
+    driver.live.clear()
+    assert not engine._llm.list_loras()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import safetensors.torch
@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from omni_actors.errors import InvalidAdapter
-from omni_actors.stages.adapters.files import WEIGHTS, AdapterFiles
+from omni_actors.stages.adapters.files import CONFIG, WEIGHTS, AdapterFiles
 
 PARTS = ("thinker", "talker")
 """The parts of omni models that serve adapters. The weights of an adapter of a whole model begin with their names."""
@@ -50,13 +50,8 @@ def load(
     Raises InvalidAdapter.
     """
     tensors = _tensors(files)
-    modules = {_module(files, name) for name in tensors}
     layers = {}
-    for module in sorted(modules):
-        first, _, rest = module.partition(".")
-        if part and first in PARTS and first != part:
-            continue
-        path = _present(rest if part and first == part else module, shapes)
+    for module, path in _own(files, tensors, shapes, part):
         if path in elsewhere:
             continue
         if path not in shapes:
@@ -66,6 +61,36 @@ def load(
         found = f"there are no weights of the {part}" if part else "there are no weights"
         raise InvalidAdapter(files.directory, f"{WEIGHTS}: {found}", misfit=True)
     return layers
+
+
+def check(files: AdapterFiles, shapes: Mapping[str, tuple[int, int]], part: str) -> None:
+    """Check the weights of an adapter that something else applies, which may know other modules. Arguments as ``load``.
+
+    Raises InvalidAdapter: there are none, some are no finite floats of two dimensions, or an update does not fit.
+    """
+    tensors = _tensors(files)
+    if not tensors:
+        raise InvalidAdapter(files.directory, f"{WEIGHTS}: there are no weights")
+    for name, weight in tensors.items():
+        if weight.ndim != 2 or not weight.is_floating_point() or not weight.to(torch.float32).isfinite().all():
+            found = f"{weight.dtype} {tuple(weight.shape)}"
+            raise InvalidAdapter(files.directory, f"{WEIGHTS}: {name}: found {found}; accepted: finite floats (n, m)")
+    updates = {name for name in tensors if name.endswith((_DOWN, _UP))}
+    for module, path in _own(files, updates, shapes, part):
+        if path in shapes:
+            layer = _layer(files, module, tensors, shapes[path], torch.device("cpu"))
+            if not (layer.up * layer.scale).isfinite().all():
+                raise InvalidAdapter(files.directory, f"{CONFIG}: the scale of {module!r} is too large")
+
+
+def _own(
+    files: AdapterFiles, names: Iterable[str], shapes: Mapping[str, tuple[int, int]], part: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the modules that an adapter updates, but those of other parts, and the path of each in the model."""
+    for module in sorted({_module(files, name) for name in names}):
+        first, _, rest = module.partition(".")
+        if not part or first not in PARTS or first == part:
+            yield module, _present(rest if part and first == part else module, shapes)
 
 
 def _present(path: str, shapes: Mapping[str, tuple[int, int]]) -> str:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor
 from vllm import ModelRegistry, PoolingParams
 from vllm.platforms import current_platform
 
+from omni_actors.stages.vllm.adapters import load_checked
 from omni_actors.stages.vllm.decided import tokens_at_once
 from ringbuf.syscalls import memfd_create
 
@@ -84,6 +86,7 @@ NAMES = (
     "vllm.model_executor.models.qwen2_5_omni_thinker:create_qwen2_5_omni_thinker_field_factory",
     "vllm.utils.cache:LRUCache.pin(key)",
     "vllm.utils.cache:LRUCache.popitem(remove_pinned)",
+    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter(lora_request)",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_embedding",
@@ -270,7 +273,7 @@ class Sessions:
 
 
 class StageWorker(_Base):  # type: ignore[misc]
-    """vLLM's worker. A request may begin behind tokens of its answer (``decided``), and there are three corrections.
+    """vLLM's worker. A request may begin behind tokens of its answer (``decided``), and there are four corrections.
 
     1. A CPU can prefill a seeded request in chunks. vLLM draws a token after each chunk and rewinds the request's
        generator, which raises an exception on a CPU. Here the request has no generator while vLLM draws a token that
@@ -278,6 +281,7 @@ class StageWorker(_Base):  # type: ignore[misc]
     2. The worker leaves no file behind. vLLM lets its ranks rendezvous at a file in the temporary directory, which a
        killed process never removes. With one rank, anonymous memory takes the place of the file.
     3. On a CPU, a request without a LoRA adapter is not given another request's (``punica``).
+    4. An adapter that vLLM reads again must have the files with which it was added.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -299,6 +303,8 @@ class StageWorker(_Base):  # type: ignore[misc]
                 self._pinned: Any = self._adapters.pinned_items
             except AttributeError:
                 missing.append(f"model_runner.{LORA_MEMORY}.pinned_items")
+            else:
+                runner.lora_manager._load_adapter = partial(load_checked, runner.lora_manager._load_adapter)
         if missing:
             raise UnsupportedVLLMVersion(missing)
 

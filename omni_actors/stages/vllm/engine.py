@@ -144,7 +144,7 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
         self._llm = LLMEngine.from_engine_args(arguments)
         self._context: int = self._llm.model_config.max_model_len
         self._structures = Structures(self._llm)
-        self._adapters = VLLMAdapters(self._llm)
+        self._adapters = VLLMAdapters(self._llm, model, self.PART)
         if self._llm.vllm_config.lora_config is None:
             self._capabilities |= {LOAD: DISABLED, KEEP: DISABLED}
         self._capabilities |= control.capabilities(self._llm)
@@ -256,6 +256,8 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
             self._adapters.trim(self._adapters_in_use())
 
     def step(self) -> Iterator[StageOutput | StageFailure]:
+        if self._adapters.loaded:
+            yield from self._fail_those_without_adapter()
         yield from self._put_out_again()
         outputs = self._llm.step()
         yield from self._prompt_outputs()
@@ -269,6 +271,12 @@ class VLLMEngine(AdaptedEngine[R, VLLMAdapters], PromptEngine[R]):
                 for each in request.in_order(output):
                     yield from self._outputs(request, each)
         self._free_ended()
+
+    def _fail_those_without_adapter(self) -> Iterator[StageFailure]:
+        for adapter, error in list(self._adapters.check_again(self._adapters_in_use())):
+            for request in [each for each in self._requests.values() if each.adapter == adapter]:
+                self.abort(request.id)
+                yield StageFailure(request.id, error)
 
     def _put_out_again(self) -> Iterator[StageOutput]:
         """Put out again what the journals have of the requests that begin behind it, once they are ready."""
