@@ -21,8 +21,8 @@ Ownership
 ---------
 Any process that has the descriptors may attach. A process owns an end by claiming it; each end has one owner at a
 time, which uses it from one thread at a time. ``try_*``, ``park`` and ``fileno`` never block; the others sleep in
-``poll``. A forked child does not inherit an end: it may attach, and claim an end once the parent has closed its ring
-or has exited.
+``poll``. A forked child inherits no end and no frame: it may attach, and claim an end once the parent has closed its
+ring or has exited.
 
 Memory ordering
 ---------------

@@ -58,6 +58,8 @@ class Ring:
         self._registration: Registration | None = None
         self._name: RingName | None = None
         self._is_creator = False
+        self._claimed_by = 0
+        """The pid of the process that claimed an end here. A forked child is another one."""
         self._closed = False
 
     @classmethod
@@ -171,6 +173,7 @@ class Ring:
         segment = self._mapped()
         memory, data_bell, space_bell = self.fds
         claim(segment, PRODUCER, memory)
+        self._claimed_by = os.getpid()
         end = ProducerEnd(segment, Bell(space_bell), Bell(data_bell))
         end.wake()  # so that a waiting consumer watches this process
         self._producer = Producer(segment, end, self._waiter(CONSUMER, space_bell), space_bell)
@@ -186,6 +189,7 @@ class Ring:
         segment = self._mapped()
         memory, data_bell, space_bell = self.fds
         claim(segment, CONSUMER, memory)
+        self._claimed_by = os.getpid()
         end = ConsumerEnd(segment, Bell(data_bell), Bell(space_bell))
         end.wake()
         self._consumer = Consumer(segment, end, self._waiter(PRODUCER, data_bell), data_bell)
@@ -248,7 +252,7 @@ class Ring:
             self._mapped().store_claim(CONSUMER, 0)
 
     def close(self) -> None:
-        """Close the ends that were claimed here, unmap, close the descriptors; idempotent.
+        """Close the ends that this process claimed here, unmap, close the descriptors; idempotent.
 
         Raises FrameBorrowed, and may be called again, while a view of a frame or of a reservation is alive. CudaFailed
         (the memory could not be unregistered) is raised when everything else is done.
@@ -258,10 +262,11 @@ class Ring:
         if self._name is not None and self._is_creator and self._name.pid == os.getpid():
             # Before the descriptors, to which the name leads. A forked child is not the creator.
             remove(self._name)
-        if self._consumer is not None:
-            self._consumer.close()
-        if self._producer is not None:
-            self._producer.close()
+        if self._claimed_by == os.getpid():
+            if self._consumer is not None:
+                self._consumer.close()
+            if self._producer is not None:
+                self._producer.close()
         registration, self._registration = self._registration, None
         try:
             if registration is not None:

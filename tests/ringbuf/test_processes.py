@@ -188,3 +188,22 @@ signal.pause()
     kill(child)
     consumer = ring.claim_consumer()
     assert [bytes(consumer.recv(WATCHDOG_S).data) for _ in range(2)] == [b"held", b"unread"]
+
+
+def test_a_forked_child_that_closes_the_ring_leaves_its_parents_ends_open(ring: Ring, peer: Peer) -> None:
+    """In a process of its own: a child of pytest would go on with the tests."""
+    child = peer(
+        """
+producer, consumer = ring.claim_producer(), ring.claim_consumer()
+pid = os.fork()
+if not pid:
+    ring.close()
+    os._exit(0)
+assert os.waitpid(pid, 0) == (pid, 0)
+producer.send(b"still open")
+print(bytes(consumer.recv(60).data).decode())
+""",
+        ring,
+    )
+    out, _ = child.communicate(timeout=WATCHDOG_S)
+    assert (child.returncode, out) == (0, "still open\n")
