@@ -50,7 +50,7 @@ class Mailbox:
     sent has been read, or after a fault.
     """
 
-    def __init__(self, sock: socket.socket, capacity: int, bell: int | None) -> None:
+    def __init__(self, sock: socket.socket, capacity: int, bell: int) -> None:
         self._sock, self._capacity, self._bell = sock, capacity, bell
         self._posted = deque[Encoded]()
         """The messages that the writer has not taken yet."""
@@ -94,8 +94,7 @@ class Mailbox:
 
     def _ring(self) -> None:
         """Wake the peer."""
-        if self._bell is not None:
-            os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._bell, 1)
 
     def unread(self) -> Iterator[Envelope]:
         """Yield the messages that a dead peer has sent and that were not received from ``incoming``.
@@ -224,12 +223,12 @@ def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
 
 
 @asynccontextmanager
-async def open_mailbox(sock: socket.socket, capacity: int, bell: int | None = None) -> AsyncIterator[Mailbox]:
+async def open_mailbox(sock: socket.socket, capacity: int, bell: int) -> AsyncIterator[Mailbox]:
     """Own ``sock`` for the block; leaving it closes the connection and every descriptor that is still queued.
 
     sock: a non-blocking AF_UNIX socket of type SOCK_SEQPACKET.
     capacity: how many messages may be queued in each direction.
-    bell: an eventfd on which the peer sleeps, which the caller owns. None: the peer sleeps on the socket.
+    bell: an eventfd on which the peer sleeps, which the caller owns.
     """
     mailbox = Mailbox(sock, capacity, bell)
     try:

@@ -37,11 +37,22 @@ CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
 
 
 @asynccontextmanager
+async def opened(sock: socket.socket, capacity: int) -> AsyncIterator[Mailbox]:
+    """Open a mailbox whose peer's bell does not matter."""
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        async with open_mailbox(sock, capacity, bell) as mailbox:
+            yield mailbox
+    finally:
+        os.close(bell)
+
+
+@asynccontextmanager
 async def pair(capacity: int = 8) -> AsyncIterator[tuple[Mailbox, Mailbox]]:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setblocking(False)
-    async with open_mailbox(ends[0], capacity) as one, open_mailbox(ends[1], capacity) as other:
+    async with opened(ends[0], capacity) as one, opened(ends[1], capacity) as other:
         yield one, other
 
 
@@ -74,7 +85,7 @@ async def test_the_descriptors_of_a_dead_peer_are_unread_with_their_messages() -
     for end in (ours, theirs):
         end.setblocking(False)
     memories = [create_memory(number + 1) for number in range(6)]
-    async with open_mailbox(ours, 2) as mailbox:
+    async with opened(ours, 2) as mailbox:
         send_all(theirs, [(CheckpointMemory(number), (fd,)) for number, fd in enumerate(memories)])
         socket.send_fds(theirs, [b"\xff"], [0])  # undecodable: its descriptor is closed
         theirs.close()
@@ -113,7 +124,7 @@ async def test_descriptors_for_a_peer_that_is_gone_are_closed() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     theirs.close()
-    async with open_mailbox(ours, 8) as mailbox:
+    async with opened(ours, 8) as mailbox:
         for _ in range(20):  # more than fit: they do not pile up
             mailbox.post(CONNECT, (read, write))
             await trio.testing.wait_all_tasks_blocked()
@@ -143,7 +154,7 @@ async def test_messages_that_a_peer_sent_before_it_closed_are_read_before_the_en
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setblocking(False)
-    async with open_mailbox(ours, 8) as parent:
+    async with opened(ours, 8) as parent:
         send_all(theirs, [(Loading("one"), ()), (Loading("two"), ())])
         theirs.close()
         assert [message async for message, _ in parent.incoming] == [Loading("one"), Loading("two")]
@@ -156,7 +167,7 @@ async def test_writing_messages_waits_for_room_and_ends_with_the_peer() -> None:
     sent = [Loading(f"{number}: {'x' * 10_000}") for number in range(200)]  # more than the socket's buffer
     envelopes = [(message, ()) for message in sent]
     with theirs:
-        async with trio.open_nursery() as nursery, open_mailbox(ours, 8) as parent:
+        async with trio.open_nursery() as nursery, opened(ours, 8) as parent:
             nursery.start_soon(trio.to_thread.run_sync, send_all, theirs, envelopes)
             assert [(await parent.incoming.receive())[0] for _ in sent] == sent
         send_all(theirs, envelopes)  # they are dropped
@@ -165,7 +176,7 @@ async def test_writing_messages_waits_for_room_and_ends_with_the_peer() -> None:
 async def test_messages_that_the_reader_has_no_room_for_are_unread_and_in_order() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    async with open_mailbox(ours, 2) as mailbox:
+    async with opened(ours, 2) as mailbox:
         for first in (0, 6):
             theirs.send(messages.pack([messages.encode(Pong(first + number)) for number in range(6)]))
         theirs.close()
@@ -177,7 +188,7 @@ async def test_an_empty_packet_ends_reading() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     with theirs:
-        async with open_mailbox(ours, 2) as mailbox:
+        async with opened(ours, 2) as mailbox:
             theirs.send(messages.pack([]))
             assert [message async for message in mailbox.incoming] == []
             assert mailbox.fault == "a control packet of 3 bytes cannot be decoded: it is empty"
@@ -187,10 +198,10 @@ async def test_a_cancelled_owner_still_sends_its_last_messages() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setblocking(False)
-    async with open_mailbox(theirs, 8) as worker, trio.open_nursery() as nursery:
+    async with opened(theirs, 8) as worker, trio.open_nursery() as nursery:
 
         async def owner() -> None:
-            async with open_mailbox(ours, 8) as mailbox:
+            async with opened(ours, 8) as mailbox:
                 try:
                     await trio.sleep_forever()
                 finally:
@@ -219,7 +230,7 @@ async def test_messages_that_are_posted_together_are_one_packet_if_they_fit() ->
     read_end, write_end = os.pipe()
     large = Loading("x" * (PACKED_BYTES // 2))
     with theirs:
-        async with open_mailbox(ours, PACKED + 2) as mailbox:
+        async with opened(ours, PACKED + 2) as mailbox:
             for number in range(PACKED + 2):
                 mailbox.post(Abort(number))
             assert await read(theirs) == ([Abort(number) for number in range(PACKED)], 0)
@@ -324,7 +335,7 @@ async def test_a_mailbox_loses_nothing_when_its_block_is_left_before_it_is_sent(
         end.setblocking(False)
     read_end, write_end = os.pipe()
     with theirs:
-        async with open_mailbox(ours, 8) as mailbox:
+        async with opened(ours, 8) as mailbox:
             mailbox.post(CONNECT, (read_end, write_end))
             while mailbox.waiting:  # until the writer has taken it
                 await trio.lowlevel.checkpoint()
@@ -365,7 +376,7 @@ async def test_descriptors_after_a_packet_that_finds_no_room_are_closed() -> Non
     overhead = len(messages.encode(Loading("x" * 70_000))) - 70_000
     packets = (Loading("x" * (messages.MAX_BYTES - overhead)), ()), (Abort(1), ()), (CONNECT, (read_end, write_end))
     with theirs:
-        async with open_mailbox(ours, 8) as mailbox:
+        async with opened(ours, 8) as mailbox:
             for message, fds in packets * 2:  # the first of the second round exceeds the socket's buffer
                 mailbox.post(message, fds)
             await trio.testing.wait_all_tasks_blocked()
@@ -395,7 +406,7 @@ async def test_the_largest_message_crosses() -> None:
 async def test_messages_of_a_peer_that_closed_with_unread_messages_are_still_read() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    async with open_mailbox(ours, 8) as mailbox:
+    async with opened(ours, 8) as mailbox:
         mailbox.post(Stop())
         await trio.testing.wait_all_tasks_blocked()  # now it is in the peer's buffer
         theirs.send(messages.pack([messages.encode(Ready(1.5))]))
@@ -447,7 +458,7 @@ async def test_a_packet_that_cannot_be_decoded_ends_reading(arguments: bytes) ->
     encoded = messages.encode(messages.Call(7, "x", {"key": "placeholder"}))
     packet = messages.pack([encoded.replace(msgspec.msgpack.encode("placeholder"), arguments)])
     with theirs:
-        async with open_mailbox(ours, 2) as mailbox:
+        async with opened(ours, 2) as mailbox:
             theirs.send(packet)
             assert [message async for message in mailbox.incoming] == []
             assert mailbox.fault is not None
