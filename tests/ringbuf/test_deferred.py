@@ -70,6 +70,8 @@ def test_a_tensor_that_is_fetched_is_not_copied_from_afar_again() -> None:
         assert (tensor.numpy() == VALUES).all()
     assert far.copies == [VALUES.nbytes]
     assert isinstance(tensor.buffer, memoryview)
+    nothing = Unreachable(b"", [])
+    assert Tensor("int32", (0, 3), nothing).fetch().nbytes == 0
 
 
 def test_of_a_copy_that_fails_nothing_is_sent(ring: Ring) -> None:

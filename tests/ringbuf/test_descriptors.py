@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ringbuf import Ring, RingCorrupted
-from ringbuf._descriptors import create_memory
+from ringbuf._descriptors import create_bell, create_memory, create_pipe_bell
 from ringbuf._words import HEADER, PAGE
 from ringbuf.syscalls import F_ADD_SEALS, FUTURE_WRITE, SEAL, SIZE_IS_SEALED, WRITE, memfd_create
 from tests.ringbuf.descriptors import Peer, descriptors, duplicates
@@ -106,7 +106,6 @@ NO_BELL: dict[str, Callable[[Path], int]] = {
     "a file": large_file,
     "memory": lambda path: create_memory(2 * PAGE),
     "a socket": lambda path: socket.socket().detach(),
-    "a bell that blocks": lambda path: os.eventfd(0),
 }
 
 
@@ -117,9 +116,23 @@ def test_what_is_no_doorbell(what: Callable[[Path], int], which: int, tmp_path: 
     fds = duplicates(ring)
     os.close(fds[which])
     fds[which] = what(tmp_path / "file")
+    os.set_blocking(fds[which], False)
     with pytest.raises(RingCorrupted, match="doorbell"):
         Ring.attach(fds, generation=0)
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("make", [create_bell, create_pipe_bell])
+def test_a_doorbell_that_blocks(make: Callable[[], int], which: int, ring: Ring) -> None:
+    fds = duplicates(ring)
+    os.close(fds[which])
+    fds[which] = make()
+    with Ring.attach(list(map(os.dup, fds)), generation=0):
+        pass
+    os.set_blocking(fds[which], True)
+    with pytest.raises(RingCorrupted, match="doorbell"):
+        Ring.attach(fds, generation=0)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -167,6 +167,7 @@ def test_an_array_of_a_reservation_keeps_the_ring_from_being_unmapped(ring: Ring
     with pytest.raises(FrameBorrowed):
         ring.close()
     assert not array.any()
+    assert ring.statistics().used == 0
     del array, view
     ring.close()
 

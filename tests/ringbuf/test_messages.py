@@ -61,10 +61,13 @@ def test_try_send_gathers_buffers_of_every_kind(ring: Ring) -> None:
         memoryview(b"efgh")[1:3],
         array,
         np.zeros((0, 4)),
+        np.arange(3, dtype=np.int32),
+        np.full((2, 2), 7, np.uint8),
         np.float64(2.5).reshape(()),
     ]
     assert producer.try_send(*parts)
-    assert drain(consumer) == [b"abcdfg" + array.tobytes() + np.float64(2.5).tobytes()]
+    numbers = np.arange(3, dtype=np.int32).tobytes() + bytes([7] * 4)
+    assert drain(consumer) == [b"abcdfg" + array.tobytes() + numbers + np.float64(2.5).tobytes()]
     assert producer.try_send()
     assert drain(consumer) == [b""]
 

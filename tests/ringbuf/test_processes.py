@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 
 from ringbuf import AlreadyClaimed, PeerDied, Ring
+from ringbuf._claim import claim_word_of
+from ringbuf._words import PRODUCER
 
 WATCHDOG_S = 60.0
 
@@ -86,6 +91,33 @@ def test_a_dead_owner_is_succeeded_before_its_parent_reaps_it(ring: Ring, peer: 
     assert ring.peer_pids == (child.pid, None)
     ring.claim_producer()
     assert ring.peer_pids == (os.getpid(), None)
+
+
+def test_a_claim_waits_for_a_process_that_claims_the_same_end_and_for_no_other(ring: Ring, peer: Peer) -> None:
+    fcntl.lockf(ring.fds[0], fcntl.LOCK_EX, 1, PRODUCER.claim)
+    child = peer(
+        """
+ring.claim_consumer()
+print("consumer", flush=True)
+try:
+    ring.claim_producer()
+except AlreadyClaimed as error:
+    print(error.pid == os.getppid())
+""",
+        ring,
+    )
+    assert line(child) == "consumer"
+    while child.poll() is None and not is_waiting_for_a_lock(child.pid):
+        time.sleep(0.001)
+    mine = claim_word_of(os.getpid())
+    assert mine is not None
+    ring._segment.store_claim(PRODUCER, mine)
+    fcntl.lockf(ring.fds[0], fcntl.LOCK_UN, 1, PRODUCER.claim)
+    assert line(child) == "True"
+
+
+def is_waiting_for_a_lock(pid: int) -> bool:
+    return any("->" in entry and str(pid) in entry.split() for entry in Path("/proc/locks").read_text().splitlines())
 
 
 def test_producer_killed_inside_a_reservation_leaves_nothing_visible(ring: Ring, peer: Peer) -> None:

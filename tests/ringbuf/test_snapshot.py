@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import mmap
 import os
 import random
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ringbuf import FrameBorrowed, FrameReleased, MessageTooLarge, Ring, RingCorrupted, Snapshot
-from ringbuf._snapshot import CURRENT, SLOT_HEADER
+from ringbuf import FrameBorrowed, FrameReleased, MessageTooLarge, Ring, RingCorrupted, Snapshot, create_memory
+from ringbuf._snapshot import CURRENT, MAGIC, SLOT_HEADER, VERSION
 from ringbuf._words import PAGE
+from ringbuf.syscalls import memfd_create
 from tests.ringbuf.descriptors import descriptors
 
 CAPACITY = PAGE - SLOT_HEADER
@@ -249,6 +254,65 @@ def test_other_descriptors_are_refused_and_closed() -> None:
     for fd in (read_end, write_end):
         with pytest.raises(RingCorrupted):
             Snapshot.attach(fd)
+
+
+FORGED = {
+    "the header alone": (PAGE, {2: 0}),
+    "one slot": (2 * PAGE, {2: PAGE // 2}),
+    "no whole word": (3 * PAGE + 2, {2: PAGE + 1}),
+    "another magic": (3 * PAGE, {0: MAGIC + 1}),
+    "another version": (3 * PAGE, {1: VERSION + 1}),
+    "other slots": (3 * PAGE, {2: PAGE - 64}),
+    "a number that no writer reaches": (3 * PAGE, {CURRENT: 1 << 62}),
+}
+
+
+def forged(size: int, wrong: dict[int, int]) -> int:
+    fd = create_memory(size)
+    for word, value in ({0: MAGIC, 1: VERSION, 2: PAGE} | wrong).items():
+        os.pwrite(fd, value.to_bytes(8, "little"), 8 * word)
+    return fd
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:ringbuf")
+
+
+@pytest.mark.parametrize(("size", "wrong"), FORGED.values(), ids=FORGED.keys())
+def test_memory_of_another_size_or_with_another_header_is_refused(size: int, wrong: dict[int, int]) -> None:
+    Snapshot.attach(forged(3 * PAGE, {})).close()
+    before = mappings()
+    with pytest.raises(RingCorrupted) as caught:
+        Snapshot.attach(forged(size, wrong))
+    assert mappings() == before, "it is unmapped, also while the error is kept"
+    assert caught.value.words or size != 3 * PAGE
+
+
+def test_memory_that_may_be_truncated_is_refused(pair: tuple[Snapshot, int]) -> None:
+    fd = memfd_create("forged")
+    os.write(fd, pair[0].data)
+    with pytest.raises(RingCorrupted, match="sealed"):
+        Snapshot.attach(fd)
+
+
+def test_a_length_beyond_the_slot_is_refused_whatever_its_checksum(pair: tuple[Snapshot, int]) -> None:
+    snapshot, _ = pair
+    snapshot.write(message(1))
+    snapshot.write(message(2))  # in slot 0, before the other one
+    length = CAPACITY + SLOT_HEADER
+    words = PAGE // 8
+    snapshot.words[words + 1], snapshot.words[words + 2] = length, zlib.crc32(snapshot.data[PAGE + 64 :][:length])
+    with pytest.raises(RingCorrupted, match="no message of number 2"):
+        snapshot.read()
+
+
+def test_a_memory_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOMEM, "no room")
+
+    monkeypatch.setattr(mmap, "mmap", no_room)
+    with pytest.raises(OSError, match="no room"):
+        Snapshot.create(CAPACITY)
 
 
 def test_sizes_are_checked() -> None:
