@@ -14,9 +14,15 @@ import fcntl
 import os
 import stat
 import sys
+from contextlib import suppress
+from pathlib import PurePosixPath
+from typing import Final
 
 from ringbuf._errors import RingCorrupted
 from ringbuf.syscalls import F_GET_SEALS, FUTURE_WRITE, SIZE_IS_SEALED, WRITE, memfd_create, seal_size
+
+_OWN_GROUP: Final = "/proc/self/cgroup"
+_GROUPS: Final = "/sys/fs/cgroup"
 
 
 def create_memory(size: int) -> int:
@@ -79,22 +85,21 @@ def _describe(fd: int) -> str:
 
 
 def _available() -> int:
-    """Return the bytes that the machine and the control group can give without the kernel killing a process."""
+    """Return the bytes that the machine and the control groups can give without the kernel killing a process."""
     with open("/proc/meminfo", "rb") as file:
-        free = next((int(line.split()[1]) << 10 for line in file if line.startswith(b"MemAvailable:")), None)
-    if free is None:
-        raise OSError(errno.ENOSYS, "/proc/meminfo has no MemAvailable")
-    return min(free, _left_to_group())
+        free = next(int(line.split()[1]) << 10 for line in file if line.startswith(b"MemAvailable:"))
+    own = PurePosixPath("/")
+    with suppress(FileNotFoundError), open(_OWN_GROUP) as file:
+        own = next((PurePosixPath(line[3:].strip()) for line in file if line.startswith("0::")), own)
+    return min(free, *(_left_to(f"{_GROUPS}{group}") for group in (own, *own.parents)))
 
 
-def _left_to_group() -> int:
-    """Return the bytes left to the control group; ``sys.maxsize`` without a limit or without cgroup v2.
+def _left_to(group: str) -> int:
+    """Return the bytes left to a control group; ``sys.maxsize`` without a limit or without cgroup v2.
 
     File pages that have not been used for a while count as free: the kernel reclaims them first.
     """
     try:
-        with open("/proc/self/cgroup") as file:
-            group = "/sys/fs/cgroup" + next(line[3:].strip() for line in file if line.startswith("0::"))
         with open(f"{group}/memory.max") as file:
             limit = int(file.read())
         with open(f"{group}/memory.current") as file:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ringbuf import Ring, RingCorrupted
+from ringbuf import Ring, RingCorrupted, _descriptors
 from ringbuf._descriptors import create_bell, create_memory, create_pipe_bell
 from ringbuf._words import HEADER, PAGE
 from ringbuf.syscalls import F_ADD_SEALS, FUTURE_WRITE, SEAL, SIZE_IS_SEALED, WRITE, memfd_create
@@ -165,6 +165,39 @@ def test_too_large_a_ring_is_an_error_and_kills_no_process() -> None:
         Ring.create(psutil.virtual_memory().total)
     assert caught.value.errno == errno.ENOMEM
     assert descriptors() == before
+
+
+def test_a_ring_takes_what_its_control_group_and_those_around_it_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler of batch jobs limits the job's group, and runs each task in a group below."""
+
+    def group(path: str, limit: str, used: int, idle: int) -> None:
+        folder = tmp_path / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"file 1\ninactive_file {idle}\n")
+
+    own = tmp_path / "own"
+    own.write_text("4:memory:/other\n0::/job/task\n")
+    monkeypatch.setattr(_descriptors, "_OWN_GROUP", str(own))
+    monkeypatch.setattr(_descriptors, "_GROUPS", str(tmp_path))
+    size = HEADER + 10 * PAGE
+    group("job/task", "max", 0, 0)
+    for path, idle in (("job", 0), ("job/task", 3 * PAGE)):
+        for missing in (0, 1):
+            group(path, str(1_000_000 + size - missing), 1_000_000 + idle, idle)
+            if missing:
+                with pytest.raises(OSError, match=f"a ring of {size} bytes, where {size - 1} are available"):
+                    Ring.create(10 * PAGE)
+            else:
+                Ring.create(10 * PAGE).close()
+        group(path, "max", 0, 0)
+    own.write_text("4:memory:/other\n")
+    Ring.create(10 * PAGE).close()
+    own.unlink()
+    Ring.create(10 * PAGE).close()
 
 
 def test_pages_that_a_peer_takes_away_are_zeros(ring: Ring, peer: Peer) -> None:
