@@ -33,8 +33,8 @@ order.
 Trust
 -----
 Whatever the shared memory contains, neither end crashes or accesses memory outside the segment. A malicious peer can
-still make the other end wait, because it can write the doorbells and the claims, and without checksums it can alter
-messages.
+still make the other end wait, because it can write the doorbells and the claims, and it can alter messages. A checksum
+finds a program that writes where it should not, and no malice.
 """
 
 from __future__ import annotations

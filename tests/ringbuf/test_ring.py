@@ -170,6 +170,7 @@ def test_a_corrupted_record_is_refused_with_its_place_and_words(ring: Ring, word
             consumer.try_recv()
         assert caught.value.offset == HEADER
         assert caught.value.words[word] == value
+        assert len(caught.value.words) == 4
 
 
 def test_a_record_that_crosses_the_end_of_the_data_area_is_refused(ring: Ring) -> None:
