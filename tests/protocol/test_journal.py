@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +42,7 @@ def test_an_entry_that_fits_into_no_message_is_refused_and_changes_nothing() -> 
 
 
 @given(
-    st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8).map(tuple), max_size=12),
+    st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9).map(tuple), max_size=12),
     st.integers(0, 5),
 )
 def test_slices_hold_every_entry_once_in_order(entries: list[tuple[int, ...]], first: int) -> None:
@@ -53,6 +55,9 @@ def test_slices_hold_every_entry_once_in_order(entries: list[tuple[int, ...]], f
         assert sum(len(entry) + 1 for entry in part.entries) <= 10
         kept.add(part)
     assert kept.entries[first:] == entries
+    sizes = [[len(entry) + 1 for entry in part.entries] for part in parts]
+    assert all(sizes), "no slice is empty"
+    assert all(sum(one) + other[0] > 10 for one, other in pairwise(sizes)), "a slice is as long as it may be"
 
 
 def test_the_longest_slice_fits_into_a_control_message() -> None:
