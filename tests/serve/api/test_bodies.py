@@ -95,9 +95,11 @@ def test_a_large_conversation_passes(messages: list[dict[str, str]]) -> None:
     assert trio.run(read_json, request(body))["messages"] == messages
 
 
+TEXT = st.text() | st.text('"\\\n[1é')
+"""Half of the texts are of what is written with escapes or looks like the end of a string."""
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(), below, max_size=4),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda below: st.lists(below, max_size=4) | st.dictionaries(TEXT, below, max_size=4),
     max_leaves=20,
 )
 
@@ -105,16 +107,19 @@ JSON = st.recursive(
 @given(JSON, st.booleans(), st.integers(1, 7))
 def test_the_cost_is_the_same_in_slices_of_any_size(document: Any, ascii: bool, size: int) -> None:
     """The counts equal those of a tokenizer."""
-    body = json.dumps(document, ensure_ascii=ascii).encode()
+    body = b"[" + json.dumps(document, ensure_ascii=ascii).encode()
     strings = re.findall(rb'"(?:[^"\\]|\\.)*"', body, re.DOTALL)
     outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", body, flags=re.DOTALL)
     values = len(strings) + len(re.findall(rb"[\[\]{},:0-9]", outside))
-    survey = DecodingCost()
+    texts = [string[1:-1].replace(rb"\\", b"").replace(rb"\"", b"") for string in strings]
+    slow = sum(len(text) for text in texts if not text.isascii() or rb"\u" in text)
+    cost = DecodingCost()
     for at in range(0, len(body), size):
-        survey.add(body[at : at + size])
-    assert not survey._in_string
-    assert survey._depth == 0
-    assert survey._values == values
+        cost.add(body[at : at + size])
+    assert not cost._in_string
+    assert cost._depth == 1
+    assert cost._values == values
+    assert cost._slow == slow + len(outside) + body.count(b"\\")
 
 
 # errors are short
