@@ -42,6 +42,8 @@ def test_send_between_empty_check_and_park_wakes_consumer(ring: Ring) -> None:
     assert consumer.try_recv() is None
     assert producer.try_send(b"now")
     assert consumer.park() is False
+    producer.send(b"more")
+    assert not rung(consumer), "it is awake"
     frame = consumer.try_recv()
     assert frame is not None
 
