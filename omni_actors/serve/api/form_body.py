@@ -135,7 +135,6 @@ class _Form:
             values.append(_text(self._data))
         elif self._data:
             self.fields[self._name] = _text(self._data)
-        self._data = bytearray()
 
 
 def _text(data: bytes | bytearray) -> str:

@@ -61,8 +61,20 @@ def test_a_long_content_type_is_refused_before_it_is_parsed(monkeypatch: pytest.
 
 
 def test_the_values_of_a_list_arrive_in_order() -> None:
-    body = part("model", b"studio") + part("tags[]", b"one") + part("tags", b"two") + part("tags[]", b"three") + END
+    body = part("model", b"studio") + part("tags[]", b"one") + part("tags", b"two") + part("tags[]", b"")
+    body += part("tags[]", b"three") + END
     assert take("transcription", body) == {"files": [], "tags[]": ["one", "three"], "tags": "two"}
+
+
+def test_a_name_comes_from_the_content_disposition_alone() -> None:
+    body = part("model", b"studio") + part("word", b"x", '\r\nContent-Type: text/plain; name="other"') + END
+    assert take("transcription", body) == {"files": [], "word": "x"}
+
+
+def test_a_form_at_its_bounds_is_read() -> None:
+    word = "x" * MAX_FIELD_BYTES
+    body = part("model", b"studio") * (MAX_PARTS - 1) + part("word", word.encode()) + END
+    assert take("transcription", body) == {"files": [], "word": word}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +84,7 @@ def test_the_values_of_a_list_arrive_in_order() -> None:
         (b"--YY\r\n", "invalid_form"),
         (b"--XX\r\n\r\nno name\r\n" + END, "invalid_form"),
         (b"--XX\r\nA: b\r\n\r\nno name\r\n" + END, "invalid_form"),
+        (part("model", b"studio") + b"--XX\r\nA: b\r\n\r\nno name\r\n" + END, "invalid_form"),
         (part("model", b"studio") * (MAX_PARTS + 1) + END, "invalid_form"),
         (part("model", b"x" * (MAX_FIELD_BYTES + 1)) + END, "invalid_form"),
         (part("model", b"\xff") + END, "invalid_form"),
@@ -97,7 +110,14 @@ def test_a_form_that_cannot_be_read(body: bytes, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["", "text/plain", "multipart/form-data", "multipart/form-data; boundary=" + "X" * 1000]
+    "kind",
+    [
+        "",
+        "text/plain",
+        "multipart/form-data",
+        "multipart/mixed; boundary=XX",
+        "multipart/form-data; boundary=" + "X" * 1000,
+    ],
 )
 def test_a_body_that_is_not_a_form(kind: str) -> None:
     assert refusal("transcription", part("model", b"studio") + END, kind)["code"] in (
