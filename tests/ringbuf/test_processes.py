@@ -16,6 +16,7 @@ import pytest
 from ringbuf import AlreadyClaimed, PeerDied, Ring
 from ringbuf._claim import claim_word_of
 from ringbuf._words import PRODUCER
+from tests.ringbuf.descriptors import descriptors, duplicates
 
 WATCHDOG_S = 60.0
 
@@ -184,6 +185,28 @@ def test_a_sleeping_consumer_gets_peer_died(ring: Ring, peer: Peer) -> None:
     with pytest.raises(PeerDied) as caught:
         ring.claim_consumer().recv(WATCHDOG_S)
     assert (caught.value.end, caught.value.pid) == ("producer", child.pid)
+
+
+def test_a_consumer_that_outlives_several_producers_keeps_no_descriptor_of_them(ring: Ring, peer: Peer) -> None:
+    before = descriptors()
+    with Ring.attach(duplicates(ring), generation=0) as twin:
+        consumer = twin.claim_consumer()
+        for _ in range(3):
+            child = peer(
+                """
+ring.claim_producer()
+print("claimed", flush=True)
+wait_until_asleep(CONSUMER)
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+                ring,
+            )
+            assert line(child) == "claimed"
+            with pytest.raises(PeerDied) as caught:
+                consumer.recv(WATCHDOG_S)
+            assert caught.value.pid == child.pid
+            child.communicate()
+    assert descriptors() == before
 
 
 def test_a_sleeping_producer_gets_peer_died(ring: Ring, peer: Peer) -> None:
