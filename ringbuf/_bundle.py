@@ -137,7 +137,7 @@ class Tensor:
 @functools.lru_cache(maxsize=256)
 def _name_of(dtype: np.dtype[Any]) -> str | None:
     """Return the name of a dtype; None if its arrays do not travel. numpy makes the name anew each time."""
-    return dtype.name if dtype.names is None and dtype.name in ITEM_SIZES else None
+    return dtype.name if dtype.name in ITEM_SIZES else None
 
 
 class Bundle(msgspec.Struct, eq=False):

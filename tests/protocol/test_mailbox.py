@@ -31,7 +31,7 @@ from omni_actors.protocol.messages import (
 )
 from omni_actors.protocol.packets import MAX_FDS, PACKED, PACKED_BYTES, close_all, receive, send_all
 from ringbuf import create_memory
-from tests.support.open_descriptors import open_descriptors
+from tests.support.open_descriptors import few_descriptors, open_descriptors
 
 CONNECT = Connect(Address("a", 0), CLIENT_ADDRESS, 3)
 
@@ -159,6 +159,7 @@ async def test_messages_that_a_peer_sent_before_it_closed_are_read_before_the_en
         send_all(theirs, [(Loading("one"), ()), (Loading("two"), ())])
         theirs.close()
         assert [message async for message, _ in parent.incoming] == [Loading("one"), Loading("two")]
+        assert parent.fault is None
 
 
 async def test_writing_messages_waits_for_room_and_ends_with_the_peer() -> None:
@@ -183,6 +184,7 @@ async def test_messages_that_the_reader_has_no_room_for_are_unread_and_in_order(
         theirs.close()
         await trio.testing.wait_all_tasks_blocked()
         assert list(mailbox.unread()) == [(Pong(number), ()) for number in range(12)]
+        assert mailbox.fault is None
 
 
 async def test_an_empty_packet_ends_reading() -> None:
@@ -249,6 +251,32 @@ async def test_messages_that_are_posted_together_are_one_packet_if_they_fit() ->
             assert await read(theirs) == ([large], 0)
     os.close(read_end)
     os.close(write_end)
+
+
+async def test_messages_of_the_next_turn_are_in_the_same_packet() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setblocking(False)
+    with theirs:
+        async with opened(ours, 8) as mailbox:
+            for _ in range(20):  # trio runs the tasks of a turn in any order
+                mailbox.post(Abort(1))
+                await trio.lowlevel.checkpoint()
+                mailbox.post(Abort(2))
+                assert await read(theirs) == ([Abort(1), Abort(2)], 0)
+
+
+async def test_descriptors_of_a_message_that_cannot_have_all_of_them_are_closed() -> None:
+    before = len(open_descriptors())
+    read_end, write_end = os.pipe()
+    async with pair() as (parent, worker):
+        with few_descriptors(free=1), pytest.raises(OSError, match="Too many open files"):
+            parent.post(CONNECT, (read_end, write_end))
+        parent.post(Stop())
+        assert await worker.incoming.receive() == (Stop(), ())
+    os.close(read_end)
+    os.close(write_end)
+    assert len(open_descriptors()) == before
 
 
 def bell_rang(bell: int) -> bool:

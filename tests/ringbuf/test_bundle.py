@@ -38,6 +38,7 @@ def test_bundles_come_out_as_they_went_in(meta: Any, tensors: dict[str, Array]) 
     bundle = decode_bundle(data)
     assert bundle.meta == meta
     assert list(bundle.tensors) == list(tensors)
+    assert joined(bundle.meta, bundle.tensors) == data, "what was decoded can be sent on"
     for name, array in tensors.items():
         tensor = bundle.tensors[name]
         assert (tensor.dtype, tensor.shape, tensor.nbytes) == (array.dtype.name, array.shape, array.nbytes)

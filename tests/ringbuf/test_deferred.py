@@ -37,6 +37,7 @@ def test_a_deferred_tensor_is_copied_once_into_the_ring(ring: Ring) -> None:
     far = Far(VALUES.tobytes(), [])
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     tensors = {"near": VALUES, "far": Tensor("int32", VALUES.shape, far)}
+    assert encode_bundle({}, tensors)[-2] is far, "not copied to this process's memory first"
     producer.send(*encode_bundle({"step": 1}, tensors))
     assert far.copies == [VALUES.nbytes]
     with consumer.recv(timeout=0) as frame:

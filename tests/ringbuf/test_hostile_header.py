@@ -202,6 +202,17 @@ def test_an_impossible_head(wrong: Callable[[int, int], int]) -> None:
             ring.claim_consumer()
 
 
+def test_a_head_that_was_farther_before() -> None:
+    with begun() as ring:
+        producer, consumer = ring.claim_producer(), ring.claim_consumer()
+        producer.send(b"x")
+        consumer.recv().release()
+        assert producer.has_passed(producer.position)
+        ring._segment.words[CONSUMER.position] -= RECORD
+        with pytest.raises(RingCorrupted, match="the head left"):
+            producer.has_passed(producer.position)
+
+
 @pytest.mark.parametrize("word", [48, 49])
 def test_impossible_counts(word: int) -> None:
     with begun() as ring:
