@@ -118,6 +118,38 @@ def test_a_reservation_is_invisible_until_commit_and_gone_after_abandon(ring: Ri
     assert drain(consumer) == [b"final"]
 
 
+def test_a_reservation_waits_for_room(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    while producer.try_send(bytes(64)):
+        pass
+    with pytest.raises(TimeoutError):
+        producer.reserve(64, timeout=0)
+    consumer.recv().release()
+    producer.reserve(5, timeout=0)[:] = b"fits!"
+    producer.commit()
+    assert drain(consumer)[-1] == b"fits!"
+
+
+def test_a_position_has_passed_when_all_before_it_is_released_or_the_consumer_closed(ring: Ring) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    positions = []
+    for message in (b"one", b"two"):
+        producer.send(message)
+        positions.append(producer.position)
+    first, second = consumer.recv(), consumer.recv()
+    second.release()
+    assert not producer.has_passed(positions[0])
+    first.release()
+    assert producer.has_passed(positions[0])
+    assert producer.has_passed(positions[1])
+    producer.send(b"three")
+    assert not producer.has_passed(producer.position)
+    assert not producer.consumer_closed
+    consumer.close()
+    assert producer.has_passed(producer.position)
+    assert producer.consumer_closed
+
+
 def test_misuse_is_refused_and_changes_nothing(ring: Ring) -> None:
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     with pytest.raises(RingMisuse, match="nothing is reserved"):

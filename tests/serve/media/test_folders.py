@@ -17,6 +17,7 @@ from omni_actors.serve.media.folders import AllowedFolders
 from omni_actors.serve.media.loader import LOAD_TIMEOUT_S, MediaLoader
 from tests.serve.media.loading import PIXELS, PLACE, bring, image, refusal, ticket
 from tests.support.admission import admission_control
+from tests.support.open_descriptors import open_descriptors
 
 
 @pytest.fixture
@@ -63,7 +64,10 @@ async def test_a_folder_may_be_given_by_a_link_and_be_asked_for_by_both_names(sh
     link = shelf.parent / "link"
     link.symlink_to(shelf)
     media = MediaLoader(folders=[link])
+    before = open_descriptors()
     assert await bring(media, image(f"file://{link}/a.png"), image(f"file://{shelf}/a.png")) == [PIXELS, PIXELS]
+    assert (await refusal(media, image(f"file://{link}/to-outside")))[0] == "image_file_not_found"
+    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize(
