@@ -238,6 +238,8 @@ def test_close_lets_the_consumer_drain_and_then_says_so(ring: Ring) -> None:
     for send in (lambda: producer.try_send(b""), lambda: producer.try_reserve(1), lambda: producer.send(b"")):
         with pytest.raises(RingClosed):
             send()
+    with pytest.raises(RingClosed):
+        producer.park()
 
 
 def test_closing_the_producer_between_fragments_ends_the_stream_without_the_message(ring: Ring) -> None:

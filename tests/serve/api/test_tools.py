@@ -106,6 +106,22 @@ def test_only_references_to_the_schema_itself_move_with_it() -> None:
     }
 
 
+def test_a_call_is_one_of_the_tools_with_its_arguments_and_nothing_else() -> None:
+    def call(name: str, at: int) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/arguments_{at}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+
+    tools = [Tool(FunctionDefinition("f")), Tool(FunctionDefinition("g", parameters={"type": "string"}))]
+    nothing = {"type": "object"}
+    assert call_schema(tools[:1]) == {**call("f", 0), "$defs": {"arguments_0": nothing}}
+    definitions = {"arguments_0": nothing, "arguments_1": {"type": "string"}}
+    assert call_schema(tools) == {"anyOf": [call("f", 0), call("g", 1)], "$defs": definitions}
+
+
 def test_text_that_cannot_begin_a_call_is_not_pending() -> None:
     assert ToolCallFilter().push("hello <b>")[0] == "hello <b>"
 
