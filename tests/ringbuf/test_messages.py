@@ -158,6 +158,7 @@ def test_misuse_is_refused_and_changes_nothing(ring: Ring) -> None:
     for call in (
         lambda: producer.try_reserve(1),
         lambda: producer.try_send(b"x"),
+        lambda: producer.send(b"x"),
         lambda: next(producer.sending(b"x")),
     ):
         with pytest.raises(RingMisuse, match="reservation is open"):
@@ -165,8 +166,9 @@ def test_misuse_is_refused_and_changes_nothing(ring: Ring) -> None:
     producer.abandon()
     under_way = producer.sending(bytes(2 * ring.capacity))
     next(under_way)
-    with pytest.raises(RingMisuse, match="being sent"):
-        producer.try_send(b"x")
+    for send in (producer.try_send, producer.send):
+        with pytest.raises(RingMisuse, match="being sent"):
+            send(b"x")
     under_way.close()
     assert producer.try_send(b"x") is False  # the fragments are still in the way
     assert drain(consumer) == []

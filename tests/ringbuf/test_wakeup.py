@@ -144,6 +144,18 @@ def test_a_producer_is_woken_when_its_message_fits_and_not_before(ring: Ring) ->
     assert not rung(producer)
 
 
+@pytest.mark.parametrize("send", [Producer.try_send, Producer.send])
+def test_sending_ends_a_park(ring: Ring, send: Callable[[Producer, bytes], object]) -> None:
+    producer, consumer = ring.claim_producer(), ring.claim_consumer()
+    while producer.try_send(bytes(64)):
+        pass
+    assert producer.park()
+    consumer.recv().release()
+    assert rung(producer)
+    send(producer, b"x")
+    assert not rung(producer)
+
+
 def test_resuming_early_only_waits_again(ring: Ring) -> None:
     producer, consumer = ring.claim_producer(), ring.claim_consumer()
     while producer.try_send(bytes(64)):
