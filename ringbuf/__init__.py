@@ -19,10 +19,10 @@ A process that inherits no descriptors opens a ring by name; the name is gone on
 
 Ownership
 ---------
-Any process that has the descriptors may attach. A process owns an end by claiming it; each end has one owner at a
-time, which uses it from one thread at a time. ``try_*``, ``park`` and ``fileno`` never block; the others sleep in
-``poll``. A forked child inherits no end and no frame: it may attach, and claim an end once the parent has closed its
-ring or has exited.
+Any process of one pid namespace that has the descriptors may attach: a claim names its owner by the pid. A process
+owns an end by claiming it; each end has one owner at a time, which uses it from one thread at a time. ``try_*``,
+``park`` and ``fileno`` never block; the others sleep in ``poll``. A forked child inherits no end and no frame: it may
+attach, and claim an end once the parent has closed its ring or has exited.
 
 Memory ordering
 ---------------
