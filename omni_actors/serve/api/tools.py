@@ -184,6 +184,8 @@ class ToolCallFilter:
         self._pending = ""
         self._is_open = False
         """Whether the pending text follows the opening tag of a call."""
+        self._space = ""
+        """The white space before the opening tag, which belongs to the text if no call follows."""
         self._follows_call = False
         """Whether there was only white space since the last call."""
 
@@ -198,11 +200,12 @@ class ToolCallFilter:
                 break
             if not self._is_open:
                 texts.append(self._text(before.rstrip()))
+                self._space = before[len(before.rstrip()) :]
             elif (call := written_call(before)) is not None:
                 calls += self._allowed(call)
                 self._follows_call = True
             else:
-                texts.append(_OPEN + before + _CLOSE)
+                texts.append(self._text(self._space + _OPEN + before + _CLOSE))
             self._pending, self._is_open = after, not self._is_open
         if not self._is_open:
             texts.append(self._take_text())
@@ -213,7 +216,7 @@ class ToolCallFilter:
         pending, self._pending = self._pending, ""
         if self._is_open and (call := written_call(pending)) is not None:
             return "", self._allowed(call)
-        return (_OPEN + pending if self._is_open else self._text(pending)), []
+        return self._text(self._space + _OPEN + pending if self._is_open else pending), []
 
     def _allowed(self, call: ToolCall) -> list[ToolCall]:
         self._left -= 1
