@@ -243,3 +243,16 @@ def test_a_torch_view_of_bfloat16_is_the_ring_s_own_memory(ring: Ring) -> None:
     assert bytes(tensor.data[:2]) == torch.tensor([7], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
     del view, tensor
     frame.release()
+
+
+@pytest.mark.parametrize("offset", [-64, -1, 1, 63, 64])
+def test_a_tensor_at_an_offset_outside_the_body_or_not_aligned_is_refused(offset: int) -> None:
+    for at in (0, offset):
+        encoded = msgspec.msgpack.encode((None, {"x": ("int8", (64,), at)}))
+        message = len(encoded).to_bytes(8, "little") + encoded
+        message += bytes(-len(message) % 64 + 64)
+        if at:
+            with pytest.raises(BundleCorrupted, match=f"64 bytes at {at} of a body of 64"):
+                decode_bundle(memoryview(message))
+        else:
+            assert decode_bundle(memoryview(message)).tensors["x"].nbytes == 64
