@@ -160,6 +160,16 @@ def test_closing_releases_the_frames_without_views(ring: Ring) -> None:
             _ = frame.data
 
 
+def test_names_for_the_data_itself_do_not_borrow_the_frame(ring: Ring) -> None:
+    ring.claim_producer().send(b"x")
+    frame = ring.claim_consumer().recv()
+    names = [frame.data, frame.data]
+    frame.release()
+    for name in names:
+        with pytest.raises(ValueError, match="released"):
+            bytes(name)
+
+
 def test_an_array_of_a_reservation_keeps_the_ring_from_being_unmapped(ring: Ring) -> None:
     view = ring.claim_producer().try_reserve(16)
     assert view is not None
