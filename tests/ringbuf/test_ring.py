@@ -80,6 +80,14 @@ def test_a_ring_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPat
     assert descriptors() == before
 
 
+@pytest.mark.parametrize("free", [1, 2])
+def test_a_ring_without_descriptors_for_its_bells_leaves_nothing(free: int) -> None:
+    before = descriptors()
+    with few_descriptors(free), pytest.raises(OSError, match="Too many open files"):
+        Ring.create()
+    assert descriptors() == before
+
+
 def test_descriptors_are_not_inherited(ring: Ring) -> None:
     fds = duplicates(ring)
     for fd in fds:
