@@ -61,5 +61,5 @@ def test_an_exception_of_torch_is_a_refusal_after_which_another_profile_may_begi
 
 def test_a_folder_with_a_nul_is_refused(profiler: WorkerProfiler) -> None:
     profiler.start()
-    with pytest.raises(InvalidRequest, match="null (byte|character)"):
+    with pytest.raises(InvalidRequest, match=r"null (byte|character)"):
         profiler.stop("\0")
