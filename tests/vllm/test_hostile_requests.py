@@ -128,6 +128,34 @@ def test_a_structure_that_is_too_large_to_compile_fails_its_own_request(driver: 
         thread.join()
 
 
+def test_a_structure_that_is_left_while_it_compiles_holds_back_no_other(driver: Any) -> None:
+    """Nothing asks for it any more. On a machine of two cores, one thread compiles."""
+    begun, over, compiled = threading.Event(), threading.Event(), list[str]()
+    compile_grammar = XgrammarBackend.compile_grammar
+
+    def compile_slowly(backend: Any, kind: Any, spec: str, **arguments: Any) -> Any:
+        if spec == "[ab]{9}":
+            begun.set()
+            over.wait(10)
+        compiled.append(spec)
+        return compile_grammar(backend, kind, spec, **arguments)
+
+    with (
+        mock.patch.object(driver.engine._structures, "_compilers", structures._Threads(1)),
+        mock.patch.object(structures, "COMPILE_S", 0.02),
+        mock.patch.object(XgrammarBackend, "compile_grammar", compile_slowly),
+    ):
+        ask(driver, 1, QUESTION, structured_outputs={"regex": "[ab]{9}"}, max_tokens=8)
+        assert begun.wait(10)
+        driver.abort(1)
+        with mock.patch.object(structures, "COMPILE_S", 10.0):
+            answer(driver, QUESTION, structured_outputs={"regex": "b{9}"}, max_tokens=8)
+        assert compiled == ["b{9}"]
+    over.set()
+    for thread in list(structures._late):
+        thread.join()
+
+
 def check_fails_alone(driver: Any, plain: str, **params: Any) -> None:
     """Ask with a structure that fails, and beside it without one, for the answer ``plain``."""
     ask(driver, 1, QUESTION, **params)

@@ -99,6 +99,7 @@ class _Threads:
 
     def __init__(self, count: int) -> None:
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self.begun: set[_Job] = set()
         for _ in range(count):
             self.start()
 
@@ -134,10 +135,12 @@ class _Job(Future[Any]):
         of_thread = time.pthread_getcpuclockid(threading.get_ident())
         self._clock = of_thread if self._of_processor else time.CLOCK_MONOTONIC
         self._ends_at = time.clock_gettime(self._clock) + self._limit_s
+        self._threads.begun.add(self)
         try:
             result, error = self._function(), None
         except Exception as raised:  # noqa: BLE001  # the engine's thread raises it
             result, error = None, raised
+        self._threads.begun.discard(self)
         try:
             self.set_result(result) if error is None else self.set_exception(error)
         except InvalidStateError:  # it was given up
@@ -152,6 +155,9 @@ class _Job(Future[Any]):
         return not self._is_late
 
     def done(self) -> bool:
+        if self._ends_at is None and not self._of_processor:  # the engine's thread waits for all masks
+            for each in list(self._threads.begun):
+                each.done()  # its request may have left, so that nothing else asks
         if not super().done() and self._left_s() <= 0:
             with suppress(InvalidStateError, ProcessLookupError):  # the job, or the thread, has just ended
                 self.set_exception(TimeoutError())
