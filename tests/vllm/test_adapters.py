@@ -221,6 +221,27 @@ def test_requests_whose_adapter_changes_after_vllm_has_removed_it_fail_alone(
     assert not engine._llm.list_loras()
 
 
+def test_such_a_request_fails_alone_also_when_few_adapters_are_left(
+    driver: Driver, adapters: list[Adapter], smollm2: Path, tmp_path: Path
+) -> None:
+    """Memory has room for all that are left, and vLLM has not yet read the removed one again."""
+    own = adapter(write_adapter(tmp_path / "own", smollm2, TARGETS, seed=9))
+    for number, lora in enumerate([*adapters[:2], own, *adapters[2:]]):
+        ask(driver, number, lora)
+    engine: Any = driver.engine
+    driver.step()
+    for number in (3, 4):
+        driver.abort(number)
+    assert len(engine._adapters.loaded) == 3
+    assert engine._adapters.name_of(own).lora_int_id not in engine._llm.list_loras()
+    (tmp_path / "own" / WEIGHTS).unlink()
+    outputs = driver.run()
+    [failure] = outputs.pop(2)
+    assert isinstance(failure.error, InvalidAdapter)
+    assert all(texts(outputs).values())
+    assert not engine._llm.list_loras()
+
+
 def test_vllm_itself_loads_no_files_that_have_changed(
     driver: Driver, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,8 @@ class VLLMAdapters:
         """vLLM's name of each version that was loaded and not removed."""
         self._times: dict[Adapter, Any] = {}
         """What ``files.times`` was before the files were last checked."""
+        self._may_lack = False
+        """Whether vLLM may have removed one of these from its memory."""
         self._kept: set[Adapter] = set()
         self._newest = 0
 
@@ -88,9 +90,10 @@ class VLLMAdapters:
 
     def check_again(self, in_use: Collection[Adapter]) -> Iterator[tuple[Adapter, InvalidAdapter]]:
         """Yield those of the adapters in use that vLLM would have to read again, and whose files have changed."""
-        if len(self._names) <= self._llm.vllm_config.lora_config.max_cpu_loras:
-            return  # all are in memory
+        if not self._may_lack:
+            return
         in_memory = self._llm.list_loras()
+        self._may_lack = any(each.lora_int_id not in in_memory for each in self._names.values())
         for adapter in in_use:
             times = files.times(adapter)
             if self._names[adapter].lora_int_id not in in_memory and times != self._times[adapter]:
@@ -125,6 +128,7 @@ class VLLMAdapters:
         if made is None:
             self._newest += 1
             made = LoRARequest(f"{adapter.name}@{adapter.digest}", self._newest, adapter.directory)
+        self._may_lack |= len({*self._names, adapter}) > self._llm.vllm_config.lora_config.max_cpu_loras
         try:
             self._llm.add_lora(made)
         except Exception as error:
