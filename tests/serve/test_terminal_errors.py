@@ -147,6 +147,19 @@ def test_a_player_that_fails_costs_only_the_sound(
     assert (tmp_path / "answer-2.wav").exists()
 
 
+def test_an_interrupt_of_the_terminal_does_not_reach_the_player(
+    scripted: Scripted, player: None, tmp_path: Path
+) -> None:
+    """It stops an answer. A player that died of it first would be a failure."""
+    program = f'#!/bin/sh\nread -r stat < /proc/$$/stat\necho "$stat" > {tmp_path}/stat\nexec /bin/cat > /dev/null\n'
+    (tmp_path / "bin" / "aplay").write_text(program)
+    scripted.answers = [answered({"content": "hi"}, {"audio": {"data": "AAAA" * 160}})]
+    result = chat(scripted, "one\n", "--play")
+    assert (result.exit_code, result.stderr.count("failed")) == (0, 0), result.exception
+    session = (tmp_path / "stat").read_text().split()[5]
+    assert int(session) != os.getsid(0)
+
+
 def test_a_file_that_cannot_be_written_is_one_line(scripted: Scripted, tmp_path: Path) -> None:
     (folder := tmp_path / "answers").mkdir()
     scripted.before_answer = folder.rmdir

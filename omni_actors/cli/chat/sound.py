@@ -96,9 +96,10 @@ async def _play(command: tuple[str, ...], pieces: trio.MemoryReceiveChannel[byte
     So does one that cannot be run, such as a program for another machine. A note tells of both.
     """
     quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
+    apart = {"start_new_session": True}  # Ctrl-C stops an answer, and is no failure of its player
     async with trio.open_nursery() as nursery, pieces:
         try:
-            process: trio.Process = await nursery.start(partial(trio.run_process, [*command], **quiet))
+            process: trio.Process = await nursery.start(partial(trio.run_process, [*command], **quiet, **apart))
         except OSError as error:
             notes.print(f"{command[0]} cannot be run: {error.strerror}", style="yellow")
             async for _ in pieces:
