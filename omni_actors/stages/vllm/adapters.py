@@ -12,7 +12,8 @@ Rules
    ``max_loras`` can be pinned.
 4. What vLLM raises for an adapter that it cannot load becomes ``InvalidAdapter``, with vLLM's message. vLLM takes
    weights of a wrong shape, and numbers that are not finite, which would reach its cache, and from there the answers of
-   other requests. So the weights are compared with the model's checkpoint first.
+   other requests. So the weights are compared with the model's checkpoint first. Huge ones, with which activations
+   overflow, still do that.
 """
 
 from __future__ import annotations
