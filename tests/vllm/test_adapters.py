@@ -162,7 +162,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor], str], object], str]] = {
     "missing": (lambda tensors, name: tensors.pop(name), "is missing"),
     "narrow": (lambda tensors, name: tensors.update({name: torch.zeros(4, 3)}), r"found torch.float32 \(4, 3\)"),
     "no matrix": (lambda tensors, name: tensors.update({name: torch.tensor(1.0)}), r"found torch.float32 \(\)"),
-    "not finite": (lambda tensors, name: tensors[name].fill_(torch.nan), "accepted: finite"),
+    "not finite": (lambda tensors, name: tensors[name].fill_(torch.nan), "some of its numbers are not finite"),
     "no weights": (lambda tensors, name: tensors.clear(), "there are no weights"),
 }
 

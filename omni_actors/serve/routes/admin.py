@@ -5,8 +5,7 @@ Rules
    ``pipeline`` names the pipeline, and is needed if the server has several.
 2. A call answers for every replica of every stage that it concerns. If one failed, its error is the response. Stages
    without a capability fail the call (501) if fewer stages have it than ``Operation.needed`` demands; otherwise the
-   response names them. It also names replicas that did not answer a call that needs none of them: such a call has its
-   effect without them.
+   response names them. It also names replicas without a worker if the call needs none: it has its effect without them.
 3. No route writes where a client chooses. The file that a method writes is temporary, and it is the response.
 """
 
@@ -25,7 +24,7 @@ from msgspec import Meta, field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.errors import CallError, InvalidRequest, OmniError, Unsupported
+from omni_actors.errors import InvalidRequest, OmniError, Unsupported, WorkerLost
 from omni_actors.serve.api.errors import renaming, to_http_error, unsupported_as_501
 from omni_actors.serve.api.json_body import read_json
 from omni_actors.serve.api.openapi import JSON
@@ -255,6 +254,10 @@ def _are_replies(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, Reply) for each in value)
 
 
+_NAMED = (Unsupported, WorkerLost)
+"""Errors that a response may name at their replica."""
+
+
 def _replies(replies: Mapping[str, list[Reply]], needed: Needed) -> dict[str, list[dict[str, Any]]]:
     errors = [reply.error for stage in replies.values() for reply in stage if reply.error is not None]
     named = _NAMED if needed == "none" else Unsupported
@@ -265,10 +268,6 @@ def _replies(replies: Mapping[str, list[Reply]], needed: Needed) -> dict[str, li
     if needed == "one":
         first_value(replies)
     return {stage: [_reply(reply) for reply in each] for stage, each in replies.items()}
-
-
-_NAMED = (Unsupported, CallError)
-"""Errors that a response may name at their replica."""
 
 
 def _reply(reply: Reply) -> dict[str, Any]:

@@ -72,9 +72,11 @@ def check(files: AdapterFiles, shapes: Mapping[str, tuple[int, int]], part: str)
     if not tensors:
         raise InvalidAdapter(files.directory, f"{WEIGHTS}: there are no weights")
     for name, weight in tensors.items():
-        if weight.ndim != 2 or not weight.is_floating_point() or not weight.to(torch.float32).isfinite().all():
+        if weight.ndim != 2 or not weight.is_floating_point():
             found = f"{weight.dtype} {tuple(weight.shape)}"
-            raise InvalidAdapter(files.directory, f"{WEIGHTS}: {name}: found {found}; accepted: finite floats (n, m)")
+            raise InvalidAdapter(files.directory, f"{WEIGHTS}: {name}: found {found}; accepted: floats (n, m)")
+        if not weight.to(torch.float32).isfinite().all():
+            raise InvalidAdapter(files.directory, f"{WEIGHTS}: {name}: some of its numbers are not finite")
     updates = {name for name in tensors if name.endswith((_DOWN, _UP))}
     for module, path in _own(files, updates, shapes, part):
         if path in shapes:
