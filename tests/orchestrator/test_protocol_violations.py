@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import trio.testing
 
+from omni_actors.errors import StageCrashed
 from omni_actors.protocol import chunks
 from omni_actors.protocol.chunks import ChunkHeader
 from omni_actors.protocol.messages import (
@@ -78,6 +79,7 @@ async def test_a_part_of_the_desired_state_that_is_not_there_is_taken_for_none(
         (lambda buffers, header, tensors: encode(replaced(header, seq=header.seq + 7), tensors), "expected chunk 5"),
         (lambda buffers, header, tensors: encode(replaced(header, seq=-9), tensors), "received chunk -9"),
         (lambda buffers, header, tensors: encode(replaced(header, request=99), tensors), "received chunk 6"),
+        (lambda buffers, header, tensors: encode(replaced(header, seq=2, data={"n": 7}), tensors), "differs between"),
     ],
 )
 async def test_an_output_chunk_that_is_invalid_ends_its_worker_only(
@@ -100,4 +102,27 @@ async def test_an_output_chunk_that_is_invalid_ends_its_worker_only(
         assert numbers(await read(system.ask())) == list(range(PIECES))
         assert corrupted
         assert reason in exits(system, "second")
+        assert (restarts(system, "first"), restarts(system, "second")) == (0, 1)
+
+
+async def test_a_replay_that_differs_ends_its_request_only(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died = False
+
+    def encode_another_replay(header: ChunkHeader, tensors: Mapping[str, Any], **options: Any) -> list[Any]:
+        nonlocal died
+        if header.source == "second" and header.request == 1:
+            if not died and header.seq == 5:
+                died = True
+                return [memoryview(b"noise")]
+            if died and header.seq == 2:
+                header = replaced(header, data={"n": 7})
+        return encode(header, tensors, **options)
+
+    monkeypatch.setattr(chunks, "encode", encode_another_replay)
+    async with open_simulated_system() as system:
+        with pytest.raises(StageCrashed, match="chunk 2 of stage 'second' differs between"):
+            await read(system.ask())
+        assert numbers(await read(system.ask())) == list(range(PIECES))
         assert (restarts(system, "first"), restarts(system, "second")) == (0, 1)

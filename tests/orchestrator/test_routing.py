@@ -72,6 +72,14 @@ def test_a_prefix_goes_where_the_longest_part_of_it_was() -> None:
     assert stage.choose([replica(0, 1), replica(1)], asks("short")).replica == 1
 
 
+def test_the_longest_of_several_known_prefixes_decides() -> None:
+    stage, prompts = StageRouting("prefix"), [TEXT[:300] + end * 600 for end in "xy"]
+    for number, prompt in enumerate(prompts):
+        stage.choose([replica(number)], asks(prompt))
+    for number in (0, 1, 0):
+        assert stage.choose([replica(0), replica(1)], asks(prompts[number] + "?" * 600)).replica == number
+
+
 def test_a_session_keeps_its_replica_with_any_policy() -> None:
     for policy in ("least_outstanding", "round_robin", "prefix"):
         stage = StageRouting(policy)

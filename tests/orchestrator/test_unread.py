@@ -279,6 +279,7 @@ def test_counts_equal_a_recount_and_one_whole_answer_always_runs(data: st.DataOb
             case "close":
                 unread.close(account, now)
                 accounts.remove(account)
+        assert [*unread._accounts] == accounts, "closed ones are forgotten"
         assert unread.total == sum(account.charged for account in accounts)
         large = [account for account in accounts if account.charged > SMALL_BYTES]
         assert unread.places == sum(account.ended for account in large)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from omni_actors.errors import InvalidRequest
-from omni_actors.supervisor.calls import MAX_CALLS
+from omni_actors.errors import InvalidRequest, WorkerLost
+from omni_actors.protocol.messages import Address
+from omni_actors.supervisor.calls import MAX_CALLS, PendingCall, Reply
 from omni_actors.supervisor.desired_state import LARGEST_DESIRED, DesiredState, _values
 from omni_actors.supervisor.incarnation import Incarnation
 
@@ -63,6 +64,15 @@ def test_what_was_set_anew_or_dropped_meanwhile_is_not_taken_back() -> None:
     assert values(state) == []
 
 
+def test_a_part_that_replaces_those_with_other_keys_stays_with_other_capabilities() -> None:
+    state = DesiredState()
+    for value, (capability, key) in enumerate([("weights", "a"), ("weights", "b"), ("adapters", "a")]):
+        state.set("stage", capability, {"value": value}, key)
+    state.keep_only("stage", "weights", "b")
+    assert values(state) == [1, 2]
+    assert [state.get("stage", "weights", key) for key in "ab"] == [None, {"value": 1}]
+
+
 def test_the_newest_value_comes_back_that_was_not_taken_back() -> None:
     state = DesiredState()
     parts = [state.set("stage", "weights", {"value": value}) for value in range(MAX_CALLS + 4)]
@@ -100,7 +110,31 @@ def test_a_part_is_to_blame_when_the_last_that_loads_raises_at_it() -> None:
     part = DesiredState().set("stage", "adapters", {"value": 1})
     raised, slow = Incarnation(), Incarnation()
     assert not part.is_to_blame(raised, {raised, slow})
+    part.unanswered.add(Address("stage", 0))
+    assert not part.is_to_blame(slow, {slow, Incarnation()}), "a worker that runs may yet carry it out"
+    part.unanswered.clear()
     assert part.is_to_blame(slow, {slow, Incarnation()})
+
+
+@pytest.mark.parametrize(
+    ("reply", "left", "is_carried_out"),
+    [
+        pytest.param(Reply(value=1), [1, 2], True, id="done"),
+        pytest.param(Reply(error=InvalidRequest("no such file")), [1], False, id="refused"),
+        pytest.param(Reply(error=WorkerLost("stage", 0, "weights", None)), [1, 2], False, id="lost"),
+    ],
+)
+async def test_the_answer_of_a_worker_decides_what_becomes_of_a_part(
+    reply: Reply, left: list[int], is_carried_out: bool
+) -> None:
+    state = DesiredState()
+    state.set("stage", "weights", {"value": 1}, "a")
+    part = state.set("stage", "weights", {"value": 2}, "b")
+    calls = [PendingCall(Address("stage", replica), 1, "weights", 5.0) for replica in range(2)]
+    for call in calls:
+        state.follow(part, call)
+    calls[0].end(reply)
+    assert (values(state), part.carried_out, part.unanswered) == (left, is_carried_out, {calls[1].address})
 
 
 def test_a_part_that_is_set_to_the_same_value_stays_when_that_is_taken_back() -> None:

@@ -20,7 +20,8 @@ from omni_actors.protocol.messages import (
 )
 from omni_actors.supervisor.replica import ReplicaState
 from omni_actors.supervisor.restart import restart_delay_s
-from tests.supervisor.simulated_supervisor import DIAMOND, POLICY, SimulatedSystem, SimulatedWorker
+from omni_actors.supervisor.supervisor import MESSAGES_A_TURN
+from tests.supervisor.simulated_supervisor import DIAMOND, FINISHED, POLICY, SimulatedSystem, SimulatedWorker
 
 # restart strategies
 
@@ -356,6 +357,18 @@ async def test_deaths_that_do_not_count_never_give_up_a_replica(autojump_clock: 
             await system.settle()
         assert system.generations() == {"a.0": 6}
         assert not system.failures
+
+
+async def test_all_that_a_worker_sent_before_its_end_is_taken(autojump_clock: trio.testing.MockClock) -> None:
+    system = SimulatedSystem({"a": ()})
+    async with system.running():
+        for _ in range(3 * MESSAGES_A_TURN):
+            system.worker("a").send(FINISHED)
+        system.worker("a").send(EngineFailed(42))
+        system.worker("a").die(exit_code=1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(system.logged("message")) == 3 * MESSAGES_A_TURN
+        assert system.failed_requests == [42]
 
 
 async def test_the_request_for_which_the_engine_raised_is_reported_once(autojump_clock: trio.testing.MockClock) -> None:
