@@ -9,8 +9,9 @@ import trio.testing
 from omni_actors.errors import InvalidRequest
 from omni_actors.orchestrator.orchestrator import Orchestrator
 from omni_actors.orchestrator.unread import SMALL_BYTES
+from omni_actors.protocol.messages import Address
 from omni_actors.stress.simulation.simulation import Simulation, simulate
-from tests.support.simulated_system import open_simulated_system, read
+from tests.support.simulated_system import PIECES, numbers, open_simulated_system, read, until
 
 
 def recount(orchestrator: Orchestrator) -> dict[str, object]:
@@ -77,3 +78,15 @@ async def test_a_name_that_the_system_makes_is_not_one_in_use(autojump_clock: tr
             system.ask(request_id=made.request_id)
         assert len(await read(given)) == len(await read(made)) == 1
         assert len(await read(system.ask(pieces=1, request_id="req-2"))) == 1
+
+
+async def test_a_request_that_waits_to_be_replayed_is_counted_as_queued(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_simulated_system() as system:
+        generation = system.ask()
+        await until(lambda: system.unread > 0)
+        assert system.gauge("requests_queued") == 0
+        system.spawner.living[Address("second", 0)].kill()
+        await trio.testing.wait_all_tasks_blocked()
+        assert system.gauge("requests_queued") == 1
+        assert numbers(await read(generation)) == list(range(PIECES))
+        assert system.gauge("requests_queued") == 0

@@ -371,6 +371,20 @@ async def test_all_that_a_worker_sent_before_its_end_is_taken(autojump_clock: tr
         assert system.failed_requests == [42]
 
 
+async def test_a_worker_whose_messages_cannot_be_read_any_more_is_killed(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    system = SimulatedSystem({"a": ()})
+    async with system.running():
+        worker = system.worker("a")
+        worker.fault = "a torn packet"
+        worker._messages.close()
+        await trio.testing.wait_all_tasks_blocked()
+        await system.settle()
+        assert [exit.reason for exit in system.exits] == ["a torn packet"]
+        assert system.generations() == {"a.0": 2}
+
+
 async def test_the_request_for_which_the_engine_raised_is_reported_once(autojump_clock: trio.testing.MockClock) -> None:
     system = SimulatedSystem({"a": ()})
     async with system.running():
