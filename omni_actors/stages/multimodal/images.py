@@ -12,10 +12,12 @@ Rules
 from __future__ import annotations
 
 import io
+import struct
 import warnings
+from typing import Any
 
 import numpy as np
-from PIL import Image, ImageFile, ImageOps
+from PIL import ExifTags, Image, ImageFile
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal import jpeg
@@ -25,6 +27,16 @@ from omni_actors.stages.multimodal.prompt import Pixels
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "WEBP")
 RATIO = 200
 """How many times as long as the shorter side the longer one may be. A thinner picture, scaled, would take gigabytes."""
+_TURNS: dict[Any, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns an image upright, by its EXIF orientation."""
 
 
 def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
@@ -51,7 +63,7 @@ def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
                 message = f"image {index}: this BMP file is run-length encoded; accepted: BMP without compression"
                 raise InvalidRequest(message, param="image", code="invalid_image")
             _scale_transparent_value(image)
-            return np.asarray(_rgb(ImageOps.exif_transpose(image)))
+            return np.asarray(_rgb(_upright(image)))
 
 
 def check_size(index: int, width: int, height: int, max_pixels: int) -> None:
@@ -81,6 +93,16 @@ def _scale_transparent_value(image: ImageFile.ImageFile) -> None:
             image.info["transparency"] = (value & 0b1111) * 0x11
         case "RGB;16B", tuple(values):
             image.info["transparency"] = tuple(value >> 8 for value in values)
+
+
+def _upright(image: ImageFile.ImageFile) -> Image.Image:
+    """Turn an image as its EXIF orientation says. Without a readable one it stays as it is, as in a viewer."""
+    image.load()
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    except (SyntaxError, ValueError, TypeError, LookupError, struct.error, OSError):  # Pillow's, for damaged EXIF data
+        turn = None
+    return image if turn is None else image.transpose(turn)
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -83,6 +83,23 @@ def test_a_photo_is_rotated_by_its_exif_orientation(orientation: int, turns: int
     assert np.array_equal(pixels, np.rot90(COLOURS, turns))
 
 
+@pytest.mark.parametrize(
+    ("format", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("JPEG", {"quality": 95, "dpi": (72, 72)})]
+)
+def test_an_image_with_damaged_exif_data_is_decoded(format: str, options: Any) -> None:
+    """A viewer shows it too."""
+    file = image_file(PICTURE, format, exif=b"Exif\0\0" + bytes(40), **options)
+    assert np.array_equal(decoded(file), decoded(image_file(PICTURE, format, **options)))
+
+
+def test_a_photo_is_rotated_whatever_else_its_exif_data_have() -> None:
+    """Pillow cannot write this one again: its width is a text."""
+    tags = ((0x0100, 2, 4, b"abc\0"), (0x0112, 3, 1, b"\6\0\0\0"))
+    directory = struct.pack("<H", 2) + b"".join(struct.pack("<HHI4s", *tag) for tag in tags) + bytes(4)
+    pixels = decoded(image_file(PICTURE, exif=b"Exif\0\0II*\0" + struct.pack("<I", 8) + directory))
+    assert np.array_equal(pixels, np.rot90(COLOURS, 3))
+
+
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
 def test_the_first_picture_of_an_animation_is_decoded(format: str) -> None:
     options = {"lossless": True} if format == "WEBP" else {}
