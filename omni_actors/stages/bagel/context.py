@@ -131,7 +131,7 @@ class ContextEngine(LanguageEngine[ContextRequest]):
                     terms += [request.params.tokenization_kwargs.cut(tokens)] if tokens else []
                 elif isinstance(part, ImagePart):
                     deadline.check("image", part.index)
-                    terms.append(self._picture(prompt, part.index))
+                    terms.append(self._picture(prompt, part.index, deadline))
                 else:
                     raise InvalidRequest(f"{part.kind} was sent; this model reads text and images", param="messages")
         prompt.media.require_placed((part.kind, part.index) for message in prompt.messages for part in message.media)
@@ -153,13 +153,13 @@ class ContextEngine(LanguageEngine[ContextRequest]):
             else:
                 yield from [None] * count_positions(self._model, [term], draws=draws)
 
-    def _picture(self, prompt: OmniPrompt, index: int) -> Pixels:
+    def _picture(self, prompt: OmniPrompt, index: int, deadline: Deadline) -> Pixels:
         """Return an image of the request, resized as the model reads it."""
         if index not in prompt.media.image:
             raise InvalidRequest(f"image {index} was not sent", param="image")
         content, limit = prompt.media.image[index], self.LIMITS.image_pixels
         if isinstance(content, bytes):
-            content = decode_image(content, index, limit)
+            content = decode_image(content, index, limit, deadline)
         height, width = content.shape[:2]
         check_size(index, width, height, limit)
         config = self._model.config

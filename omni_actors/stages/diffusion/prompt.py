@@ -40,14 +40,14 @@ def user_pictures(prompt: OmniPrompt, most: int, max_pixels: int) -> list[Image.
     pictures = []
     for index in sorted(media.image):
         deadline.check("image", index)
-        pictures.append(Image.fromarray(_pixels(index, media.image, max_pixels)))
+        pictures.append(Image.fromarray(_pixels(index, media.image, max_pixels, deadline)))
     return pictures
 
 
-def _pixels(index: int, pictures: Mapping[int, Pixels | bytes], max_pixels: int) -> Pixels:
+def _pixels(index: int, pictures: Mapping[int, Pixels | bytes], max_pixels: int, deadline: Deadline) -> Pixels:
     content = pictures[index]
     if isinstance(content, bytes):
-        return decode_image(content, index, max_pixels)
+        return decode_image(content, index, max_pixels, deadline)
     height, width, _ = content.shape
     check_size(index, width, height, max_pixels)
     return content

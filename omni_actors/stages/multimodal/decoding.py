@@ -100,7 +100,7 @@ class _Decoding:
     def add_image(self, index: int, image: Pixels | bytes) -> None:
         self._deadline.check("image", index)
         if isinstance(image, bytes):
-            pixels = decode_image(image, index, self._limits.image_pixels)
+            pixels = decode_image(image, index, self._limits.image_pixels, self._deadline)
         else:
             check_size(index, image.shape[1], image.shape[0], self._limits.image_pixels)
             pixels = image

@@ -2,7 +2,8 @@
 
 Rules
 1. The size is read from the header and checked first, because a file of some kilobytes may decode to gigabytes. So is
-   what else makes a small file slow (``jpeg``).
+   what else makes a small file slow (``jpeg``). Pillow reads a file's markers, chunks and blocks one by one in Python,
+   so each read checks the time.
 2. Only pixel formats that Pillow decodes by itself are accepted: none that starts another program, no vector graphics,
    and no run-length encoded BMP, which it decodes byte by byte in Python.
 3. The model gets what a viewer shows: rotated by EXIF, transparent parts on white, the first picture of an animation,
@@ -22,6 +23,7 @@ from PIL import ExifTags, Image, ImageFile
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal import jpeg
 from omni_actors.stages.multimodal.files import refuse_unreadable
+from omni_actors.stages.multimodal.limits import Deadline
 from omni_actors.stages.multimodal.prompt import Pixels
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "WEBP")
@@ -39,11 +41,24 @@ _TURNS: dict[Any, Image.Transpose] = {
 """What turns an image upright, by its EXIF orientation."""
 
 
-def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
+class _TimedFile(io.BytesIO):
+    """A file in memory whose reading ends with the time for the request's media. index: of the image, for the error."""
+
+    def __init__(self, data: bytes, index: int, deadline: Deadline) -> None:
+        super().__init__(data)
+        self._index, self._deadline = index, deadline
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read as ``io.BytesIO`` does. Raises InvalidRequest: the time is over."""
+        self._deadline.check("image", self._index)
+        return super().read(size)
+
+
+def decode_image(data: bytes, index: int, max_pixels: int, deadline: Deadline) -> Pixels:
     """Decode the first picture in an image file: uint8 (height, width, 3).
 
     data: the file's bytes. index: the number of the image in the request, for errors. max_pixels: the limit of width ×
-    height.
+    height. deadline: of the request.
     Raises InvalidRequest.
     """
     with refuse_unreadable("image", index, FORMATS), warnings.catch_warnings():
@@ -52,13 +67,13 @@ def decode_image(data: bytes, index: int, max_pixels: int) -> Pixels:
         if is_jpeg := data.startswith(jpeg.BEGIN):
             jpeg.check_exif(data, index)
         try:
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = Image.open(_TimedFile(data, index, deadline), formats=FORMATS)
         except Image.DecompressionBombError as error:
             raise _too_large(index, "more than twice the pixels that Pillow opens", max_pixels) from error
         with image:
             check_size(index, image.width, image.height, max_pixels)
             if is_jpeg:
-                jpeg.check_scans(data, index, image.width, image.height)
+                jpeg.check_scans(data, index, image.width, image.height, deadline)
             if image.tile and image.tile[0].codec_name == "bmp_rle":
                 message = f"image {index}: this BMP file is run-length encoded; accepted: BMP without compression"
                 raise InvalidRequest(message, param="image", code="invalid_image")

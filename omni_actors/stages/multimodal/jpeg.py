@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from omni_actors.stages.base import InvalidRequest
+from omni_actors.stages.multimodal.limits import Deadline
 
 BEGIN = b"\xff\xd8"
 """The first bytes of a JPEG file."""
@@ -31,18 +32,22 @@ def check_exif(data: bytes, index: int) -> None:
         raise _too_slow(f"image {index}: found {pieces} pieces of EXIF data; the limit is {EXIF_PIECES}")
 
 
-def check_scans(data: bytes, index: int, width: int, height: int) -> None:
-    """Raise InvalidRequest if a file has too many scans for its size. index: of the image, for the error."""
+def check_scans(data: bytes, index: int, width: int, height: int, deadline: Deadline) -> None:
+    """Raise InvalidRequest if a file has too many scans for its size, or the time is over while they are counted.
+
+    index: of the image, for the error. deadline: of the request.
+    """
     most = SCANNED_PIXELS // max(width * height, LEAST_PIXELS)
     # Counting is fast, but finds those of a thumbnail too, and what a video behind the photo has by chance.
-    if data.count(b"\xff\xda") > most and (scans := _count_scans(data)) > most:
+    if data.count(b"\xff\xda") > most and (scans := _count_scans(data, index, deadline)) > most:
         raise _too_slow(f"image {index}: found {scans} scans of {width} × {height} pixels; the limit is {most} scans")
 
 
-def _count_scans(data: bytes) -> int:
+def _count_scans(data: bytes, index: int, deadline: Deadline) -> int:
     """Count the scans of the first picture, up to its end, which other pictures or a video may follow."""
     scans, at = 0, len(BEGIN)
     while (found := _MARKER.search(data, at)) and (marker := data[found.start() + 1]) != _END:
+        deadline.check("image", index)
         scans += marker == _SCAN
         length = int.from_bytes(data[found.end() : found.end() + 2], "big")  # it counts its own two bytes
         at = found.end() + max(2, length)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import random
 import struct
+import time
 import zlib
 from typing import Any
 
@@ -11,6 +13,7 @@ from PIL import Image
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.images import decode_image
+from omni_actors.stages.multimodal.limits import Deadline
 from tests.support.media_inputs import image_file, noise
 
 pytestmark = pytest.mark.voice  # the extra's libraries
@@ -23,7 +26,7 @@ PICTURE = Image.fromarray(COLOURS)
 
 
 def decoded(data: bytes) -> Any:
-    pixels = decode_image(data, 0, LIMIT)
+    pixels = decode_image(data, 0, LIMIT, Deadline(60.0))
     assert pixels.dtype == np.uint8
     return pixels
 
@@ -153,8 +156,34 @@ def test_an_image_that_is_too_large_is_refused_by_its_header(size: tuple[int, in
 @pytest.mark.parametrize(("width", "height"), [(201, 1), (1, 201), (60_000_000, 1)])
 def test_an_image_that_is_too_thin_is_refused_by_its_header(width: int, height: int) -> None:
     with pytest.raises(InvalidRequest, match=f"image 0: found {width} × {height} pixels; the limit is a ratio of 200"):
-        decode_image(png_header(width, height), 0, 64_000_000)
+        decode_image(png_header(width, height), 0, 64_000_000, Deadline(60.0))
     assert decoded(image_file(Image.new("RGB", (200, 1)))).shape == (1, 200, 3)
+
+
+PROFILES = b"iCCP" + b"a\0\0" + zlib.compress(bytes(1 << 20), 9)
+"""A profile that takes a thousand times as many bytes as in the file. Pillow decodes each one."""
+
+
+@pytest.mark.parametrize(
+    ("format", "place", "repeated"),
+    [
+        ("PNG", 33, png(PROFILES)[8:]),
+        ("JPEG", 2, b"\xff\xfe\0\2"),
+        ("GIF", 13 + 3 * 256, b"!\xfe\1a\0"),
+    ],
+)
+def test_a_file_of_many_small_parts_is_refused_when_the_time_is_over(
+    format: str, place: int, repeated: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow reads them one by one in Python: 8 MB of profiles take 20 s, and a worker would be ended as hanging."""
+    now = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    file = image_file(Image.fromarray(noise(20, 30, 3)), format)
+    assert decode_image(file, 0, LIMIT, Deadline(1000.0)).shape == (20, 30, 3)
+    file = file[:place] + repeated * 1000 + file[place:]
+    with pytest.raises(InvalidRequest, match="image 0: decoding the request's media takes more than 1000 s") as refusal:
+        decode_image(file, 0, LIMIT, Deadline(1000.0))
+    assert (refusal.value.param, refusal.value.code) == ("image", "image_too_slow")
 
 
 def test_a_run_length_encoded_bmp_is_refused() -> None:

@@ -11,6 +11,8 @@ from PIL import Image
 
 from omni_actors.stages.base import InvalidRequest
 from omni_actors.stages.multimodal.images import decode_image
+from omni_actors.stages.multimodal.jpeg import check_scans
+from omni_actors.stages.multimodal.limits import Deadline
 from tests.support.media_inputs import image_file
 
 pytestmark = pytest.mark.voice  # the extra's libraries
@@ -39,7 +41,7 @@ def with_segments(file: bytes, *segments: bytes) -> bytes:
 
 
 def decoded(file: bytes) -> Any:
-    return decode_image(file, 0, 64_000_000)
+    return decode_image(file, 0, 64_000_000, Deadline(60.0))
 
 
 def refused(file: bytes) -> InvalidRequest:
@@ -92,6 +94,14 @@ def test_a_photo_with_a_thumbnail_and_a_second_picture_is_decoded() -> None:
     file = image_file(pictures[0], "MPO", save_all=True, append_images=pictures[1:], exif=exif)
     assert decoded(file)[0, 0].tolist() == [254, 0, 0]
     assert decoded(photo(exif=exif)).shape == (1000, 1000, 3)
+
+
+def test_counting_scans_ends_with_the_time_of_the_request() -> None:
+    """Counting is in Python: 32 MB of empty segments take longer than the media of a request may."""
+    file = with_segments(photo(), segment(0xFE, SCAN * (MOST + 1)))
+    with pytest.raises(InvalidRequest, match="image 0: decoding the request's media takes more than 0 s") as refusal:
+        check_scans(file, 0, 1000, 1000, Deadline(0.0))
+    assert refusal.value.code == "image_too_slow"
 
 
 def test_exif_data_in_too_many_pieces_are_refused() -> None:
