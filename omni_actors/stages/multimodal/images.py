@@ -3,7 +3,7 @@
 Rules
 1. The size is read from the header and checked first, because a file of some kilobytes may decode to gigabytes. So is
    what else makes a small file slow (``jpeg``). Pillow reads a file's markers, chunks and blocks one by one in Python,
-   so each read checks the time.
+   so each read checks the time. A process of its own decodes AVIF (``avif``).
 2. Only pixel formats that Pillow decodes by itself are accepted: none that starts another program, no vector graphics,
    and no run-length encoded BMP, which it decodes byte by byte in Python.
 3. The model gets what a viewer shows: rotated by EXIF, transparent parts on white, the first picture of an animation,
@@ -21,7 +21,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
 from omni_actors.stages.base import InvalidRequest
-from omni_actors.stages.multimodal import jpeg
+from omni_actors.stages.multimodal import avif, jpeg
 from omni_actors.stages.multimodal.files import refuse_unreadable
 from omni_actors.stages.multimodal.limits import Deadline
 from omni_actors.stages.multimodal.prompt import Pixels
@@ -64,6 +64,11 @@ def decode_image(data: bytes, index: int, max_pixels: int, deadline: Deadline) -
     with refuse_unreadable("image", index, FORMATS), warnings.catch_warnings():
         # Pillow warns of large images, for which we have a limit, and of small irregularities in a file.
         warnings.simplefilter("ignore")
+        if avif.is_avif(data):
+            try:
+                data = avif.as_png(data, index, max_pixels, deadline)
+            except avif.TooLarge as error:
+                raise _too_large(index, f"{error.width} × {error.height} pixels", max_pixels) from error
         if is_jpeg := data.startswith(jpeg.BEGIN):
             jpeg.check_exif(data, index)
         try:

@@ -39,8 +39,17 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self._seconds, self._end = seconds, time.monotonic() + seconds
 
+    @property
+    def left_s(self) -> float:
+        """The seconds until then, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
     def check(self, kind: str, index: int) -> None:
         """Raise InvalidRequest if the time is over. kind, index: the input that is being decoded, such as "image" 0."""
         if time.monotonic() > self._end:
-            message = f"{kind} {index}: decoding the request's media takes more than {self._seconds:g} s, the limit"
-            raise InvalidRequest(message, param=kind, code=f"{kind}_too_slow")
+            raise self.error(kind, index)
+
+    def error(self, kind: str, index: int) -> InvalidRequest:
+        """Return what ``check`` raises."""
+        message = f"{kind} {index}: decoding the request's media takes more than {self._seconds:g} s, the limit"
+        return InvalidRequest(message, param=kind, code=f"{kind}_too_slow")
