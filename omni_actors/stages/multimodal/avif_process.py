@@ -6,19 +6,23 @@ Standard output gets its first picture as a PNG file, with its EXIF data. Any ex
 
 from __future__ import annotations
 
+import ctypes
 import io
 import resource
+import signal
 import sys
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TOO_LARGE = 3
 """The exit code for a picture of more than PIXELS. Standard output then has its width and height."""
 MEMORY_BYTES = 4 << 30
 CPU_S = 60
-"""The parent has a limit too; this one is for a process whose parent has ended."""
+"""The parent has a limit too; this one is for a process whose parent ended before it had begun."""
 
 
 def main() -> int:
     """Decode the file; return the exit code."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a worker that is killed leaves no process
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
