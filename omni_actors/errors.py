@@ -61,7 +61,11 @@ class ConfigError(OmniError):
 
     def __init__(self, file: str, path: str, found: Any, accepted: str) -> None:
         self.file, self.path, self.found, self.accepted = file, path, found, accepted
-        super().__init__(f"{file}: {path}: found {found!r:.200}; accepted: {accepted}")
+        try:
+            shown = f"{found!r:.200}"
+        except ValueError:  # an integer of more digits than Python shows
+            shown = f"a {type(found).__name__} too long to show"
+        super().__init__(f"{file}: {path}: found {shown}; accepted: {accepted}")
 
 
 class NoPlace(OmniError):

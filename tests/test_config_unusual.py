@@ -10,6 +10,15 @@ from omni_actors import config
 from omni_actors.errors import ConfigError
 from tests.support.two_stages import GOOD
 
+OWN_ENGINE = "  third:\n    engine: tests.nowhere:f\n    inputs: [first]\n    emits: own\n"
+BOMB_OF_LISTS = "    options:\n      a0: &a0 [1]\n" + "".join(
+    f"      a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 4)}]\n" for i in range(1, 30)
+)
+BOMB_OF_MAPPINGS = "    options:\n      a0: &a0 {k: 1}\n" + "".join(
+    f"      a{i}: &a{i} {{a: *a{i - 1}, b: *a{i - 1}, c: *a{i - 1}, d: *a{i - 1}}}\n" for i in range(1, 30)
+)
+BOMB_OF_TEXT = f"    options:\n      a: &a {'x' * 2**16}\n      b: [{', '.join(['*a'] * 2**17)}]\n"
+
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
@@ -48,6 +57,36 @@ def good(tmp_path: Path) -> Path:
             GOOD.replace("engine: echo\n    i", "engine: __main__:f\n    i"),
             *(7, "stages.second.engine", "no package '__main__'"),
             id="an engine of a script",
+        ),
+        pytest.param(
+            GOOD + f"    replicas: 0x{'f' * 4000}\n",
+            *(10, "stages.second.replicas", "an integer <= 64"),
+            id="an integer that Python does not show",
+        ),
+        pytest.param(
+            GOOD + f"    replicas: {'9' * 5000}\n",
+            10,
+            "(document)",
+            "valid YAML",
+            id="an integer that Python does not read",
+        ),
+        pytest.param(GOOD + BOMB_OF_LISTS, 21, "(document)", "aliases", id="lists that aliases multiply"),
+        pytest.param(GOOD + BOMB_OF_MAPPINGS, 20, "(document)", "aliases", id="mappings that aliases multiply"),
+        pytest.param(GOOD + BOMB_OF_TEXT, 12, "(document)", "aliases", id="a text that aliases multiply"),
+        pytest.param(
+            GOOD + OWN_ENGINE + f"    defaults: {{seed: {2**64}}}\n",
+            *(14, "stages.third.defaults", "that can be sent"),
+            id="a parameter that no message holds",
+        ),
+        pytest.param(
+            GOOD + OWN_ENGINE + f"    defaults: {{voice: {'x' * 2**16}}}\n",
+            *(14, "stages.third.defaults", "of at most 65536 bytes"),
+            id="more parameters than a message holds",
+        ),
+        pytest.param(
+            GOOD + OWN_ENGINE + "    options:\n      voices:\n        - {name: a, name: b}\n",
+            *(16, "stages.third.options.voices.0.name", "each key once"),
+            id="a key twice in a list",
         ),
     ],
 )

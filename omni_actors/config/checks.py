@@ -22,7 +22,7 @@ from omni_actors.stages.registry import ENGINES
 from omni_actors.validation import explained, split_path
 
 OPTIONS_BYTES = 64 * 1024
-"""Most bytes of a stage's encoded options: they travel in one control message."""
+"""Most bytes of a stage's encoded options, and of its defaults: they travel in one control message each."""
 RESTART_BOUNDS = (("backoff_s", "backoff_max_s"), ("retry_s", "retry_max_s"))
 """Fields of ``restart`` that another one bounds, and that one."""
 
@@ -116,6 +116,7 @@ def _check_engine(pipeline: Pipeline, name: str, document: Document) -> None:
     if is_path and not _is_importable(package):
         raise document.error(f"{path}.engine", stage.engine, f"an import path; there is no package {package!r}")
     _check_size(stage.options, f"{path}.options", "options", document)
+    _check_size(stage.defaults, f"{path}.defaults", "defaults", document)
     if spec.needs_model and stage.model is None:
         raise document.error(f"{path}.model", None, "a model, which this engine needs")
     if stage.tokenizer is not None and not (spec.has_tokenizer or is_path):
@@ -175,7 +176,7 @@ def _check_size(value: Mapping[str, Any], path: str, what: str, document: Docume
     try:
         size = len(msgspec.msgpack.encode(value))
     except (TypeError, ValueError, OverflowError) as error:
-        raise document.error(path, sorted(value), f"{what} that can be sent to a worker ({error})") from error
+        raise document.error(path, sorted(map(str, value)), f"{what} that can be sent to a worker ({error})") from error
     if size > OPTIONS_BYTES:
         raise document.error(path, "more", f"{what} of at most {OPTIONS_BYTES} bytes")
 

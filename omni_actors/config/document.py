@@ -31,7 +31,9 @@ from omni_actors.stages.registry import ENGINES
 
 SHORTHANDS = ("model", "tokenizer")
 """Keys of a stage that may stand at the top level instead (rule 4)."""
-MERGE_TAG = "tag:yaml.org,2002:merge"
+MERGE_TAG, LIST_TAG = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:seq"
+LONGEST = 2**20
+"""Most characters of a document's values, where each alias counts as what it stands for."""
 DEFAULT = "default"
 """Origin of a value that is written nowhere."""
 OVERRIDES = "overrides"
@@ -170,7 +172,7 @@ class Document:
 
     def origin(self, path: str) -> str:
         """Return the origin of the value at ``path``, or of the nearest mapping around it."""
-        written = path if path in self.origins else path.replace("[", ".[")
+        written = path if path in self.origins else path.replace("[", ".").replace("]", "")
         while written and written not in self.origins:
             written = written.rpartition(".")[0]
         return self.origins[written] if written else self.file
@@ -211,13 +213,43 @@ def _has_tokenizer(stage: Mapping[str, Any]) -> bool:
     return spec is not None and spec.has_tokenizer
 
 
+class _Loader(yaml.SafeLoader):
+    """Makes values, and tells the place of one that it cannot make, such as the date 2026-99-99."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+
+
+def _length(node: yaml.Node, known: dict[yaml.Node, int | None]) -> int:
+    """Return the characters of a value, and one more for each value inside, with its aliases written out.
+
+    known: what this function has found so far; None for what it is inside of.
+    Raises ConstructorError for a value that contains itself, or has more than ``LONGEST``.
+    """
+    if node not in known:
+        known[node] = None
+        inner = (each for pair in node.value for each in pair) if isinstance(node, yaml.MappingNode) else node.value
+        is_scalar = isinstance(node, yaml.ScalarNode)
+        known[node] = 1 + (len(node.value) if is_scalar else sum(_length(each, known) for each in inner))
+    length = known[node]
+    if length is None or length > LONGEST:
+        problem = "a value contains itself" if length is None else f"more than {LONGEST} characters, with all aliases"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return length
+
+
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the document, and the line of each value by its path."""
     lines: dict[str, int] = {}
-    constructor = yaml.SafeLoader("")
+    constructor = _Loader("")
 
     def build(node: yaml.Node, prefix: str) -> Any:
         lines[prefix] = node.start_mark.line + 1
+        if isinstance(node, yaml.SequenceNode) and node.tag == LIST_TAG:
+            return [build(each, f"{prefix}.{i}") for i, each in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
             return constructor.construct_object(node, deep=True)
         built: dict[str, Any] = {}
@@ -235,14 +267,16 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None:
+            _length(node, {})
         document = build(node, "") if node is not None else None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a value such as the date 2026-99-99
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         found = "".join(text.splitlines()[mark.line : mark.line + 1]) if mark else ""  # at the end there is no line
         raise ConfigError(where, "(document)", found, f"valid YAML in UTF-8 ({problem_of(error)})") from error
     except RecursionError as error:
-        accepted = "a document that does not contain itself, nor hundreds of levels"
+        accepted = "a document without hundreds of levels"
         raise ConfigError(str(path), "(document)", str(error), accepted) from error
     except OSError as error:
         raise ConfigError(str(path), "(file)", error.strerror, "a file that can be read") from error
