@@ -132,6 +132,14 @@ def test_a_cache_that_cannot_be_looked_at_is_a_finding(monkeypatch: pytest.Monke
     assert ["OMNI_ACTORS_CACHE" in found[0].remedy, "HF_HOME" in found[1].remedy] == [True, True]
 
 
+def test_a_cache_that_is_no_directory_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "cache"
+    file.touch()
+    monkeypatch.setenv("OMNI_ACTORS_CACHE", str(file))
+    found = next(iter(models.check(["echo"])))
+    assert (found.status, found.found) == ("warning", f"{file}: not writable")
+
+
 def test_a_user_without_a_home_directory_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home(path: str) -> str:
         return path
@@ -139,8 +147,9 @@ def test_a_user_without_a_home_directory_is_a_finding(monkeypatch: pytest.Monkey
     for name in ("OMNI_ACTORS_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", no_home)
-    found = list(models.check(["echo"]))[:2]
+    *found, pipeline = models.check(["voice"])
     assert [(each.status, each.found.partition(":")[0]) for each in found] == [("warning", "not known")] * 2
+    assert "no home directory: name a directory in OMNI_ACTORS_CACHE" in pipeline.found
 
 
 OTHER_SYSTEM = """

@@ -142,19 +142,34 @@ def is_hub_name(name: str) -> bool:
 
 
 def cache_dir() -> Path:
-    """Return the directory of converted models. It may not exist yet."""
+    """Return the directory of converted models. It may not exist yet.
+
+    Raises RuntimeError: the user has no home directory, and no variable names another one.
+    """
     if own := os.environ.get("OMNI_ACTORS_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni_actors"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni_actors"
+    except RuntimeError as error:
+        raise RuntimeError("the user has no home directory: name a directory in OMNI_ACTORS_CACHE") from error
 
 
 def resolve(name_or_path: str) -> Path:
     """Return the directory of a model. Writes nothing; imports huggingface_hub for a model on the hub, else nothing.
 
     name_or_path: a built-in name, a directory, or "owner/name".
-    Raises ModelNotFound: the name is not known, the path is not a directory, the package is not installed, or the model
-    must be converted or downloaded first (see ``prepare``).
+    Raises ModelNotFound: the name is not known, the path is not a directory, or not UTF-8, as messages to workers are,
+    the package is not installed, or the model must be converted or downloaded first (see ``prepare``).
     """
+    place = _resolve(name_or_path)
+    try:
+        str(place.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise ModelNotFound(name_or_path, "the path of its directory is not UTF-8") from error
+    return place
+
+
+def _resolve(name_or_path: str) -> Path:
     asset = _ASSETS.get(name_or_path)
     if asset is None:
         path = Path(name_or_path).expanduser()
@@ -186,7 +201,8 @@ def prepare(name_or_path: str, report: Report) -> Path:
 
     report: called with a few words about the progress. A download also shows huggingface_hub's progress bars on
     standard error, and continues an interrupted download.
-    Raises ModelNotFound: as ``resolve``, or the package's file is not the expected one, or the download fails.
+    Raises ModelNotFound: as ``resolve``, or the package's file is not the expected one, or the download or the
+    conversion fails.
     """
     asset = _ASSETS.get(name_or_path)
     downloads = asset is None and _HUB_NAME.fullmatch(name_or_path)
@@ -196,20 +212,38 @@ def prepare(name_or_path: str, report: Report) -> Path:
     if asset is None or asset.convert is None:
         return _download(name_or_path, report)
     files, place = _files(name_or_path, asset), _directory(name_or_path, asset)
+    try:
+        _convert(asset.convert, files, place, report)
+    except ModelNotFound:
+        raise
+    except Exception as error:  # of the disk, or of the libraries that write to it
+        cause = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raise ModelNotFound(name_or_path, f"it cannot be converted in {place.parent} ({cause})") from error
+    return place
+
+
+def _convert(convert: Callable[[Path, Path, Report], None], files: Path, place: Path, report: Report) -> None:
+    """Make the directory ``place`` from ``files``, unless another process does (rule 3)."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with (place.parent / f".{place.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not place.is_dir():
-            prefix = f".{place.name}.part-"
-            # Only the holder of the lock converts, so any temporary directory was left by a killed process.
-            for part in place.parent.glob(f"{prefix}*"):
-                shutil.rmtree(part)
-            with tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent) as part_name:
-                filled = Path(part_name) / "model"
-                filled.mkdir()
-                asset.convert(files, filled, report)
-                filled.rename(place)
-    return place
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("waiting for another process that converts it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if place.is_dir():
+            return
+        prefix = f".{place.name}.part-"
+        # Only the holder of the lock converts, so any temporary directory was left by a killed process.
+        for part in place.parent.glob(f"{prefix}*"):
+            shutil.rmtree(part)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent) as part_name:
+            filled = Path(part_name) / "model"
+            filled.mkdir()
+            convert(files, filled, report)
+            for file in filled.iterdir():  # safetensors writes files that only their owner may read
+                file.chmod(filled.stat().st_mode & 0o666)
+            filled.rename(place)
 
 
 def _hub(name: str) -> ModuleType:
@@ -254,5 +288,10 @@ def _files(name: str, asset: _Asset) -> Path:
 
 
 def _directory(name: str, asset: _Asset) -> Path:
-    """Return the directory that the model has, or will have after the conversion."""
-    return _files(name, asset) if asset.convert is None else cache_dir() / f"{name}-v{asset.version}"
+    """Return the directory that the model has, or will have after the conversion. Raises ModelNotFound."""
+    if asset.convert is None:
+        return _files(name, asset)
+    try:
+        return cache_dir() / f"{name}-v{asset.version}"
+    except RuntimeError as error:
+        raise ModelNotFound(name, str(error)) from error

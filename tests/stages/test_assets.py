@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -45,6 +46,12 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Convert], 
 def copy(weights: Path, target: Path, report: Callable[[str], None]) -> None:
     report("copying")
     (target / "model").write_bytes(weights.read_bytes())
+
+
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMNI_ACTORS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
 
 
 def never(weights: Path, target: Path, report: Callable[[str], None]) -> None:
@@ -110,10 +117,34 @@ def test_a_conversion_that_fails_leaves_nothing(toy: Callable[[Convert], None], 
         raise OSError("disk full")
 
     toy(fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ModelNotFound, match=r"cannot be converted in .*cache \(disk full\)"):
         assets.prepare("toy", print)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".toy-v3.lock"]
     assert not assets.is_ready("toy")
+
+
+def test_a_cache_that_is_no_directory_is_refused(toy: Callable[[Convert], None], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    toy(copy)
+    with pytest.raises(ModelNotFound, match=r"cannot be converted in .*cache \(File exists\)"):
+        assets.prepare("toy", print)
+
+
+def test_without_a_home_directory_a_model_is_refused_with_the_variable(
+    toy: Callable[[Convert], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy(copy)
+    without_home(monkeypatch)
+    assert not assets.is_ready("toy")
+    with pytest.raises(ModelNotFound, match="no home directory: name a directory in OMNI_ACTORS_CACHE"):
+        assets.prepare("toy", print)
+
+
+def test_a_directory_whose_name_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / os.fsdecode(b"m\xe9")
+    directory.mkdir()
+    with pytest.raises(ModelNotFound, match="not UTF-8"):
+        assets.resolve(str(directory))
 
 
 def test_a_killed_conversion_leaves_no_incomplete_model(toy: Callable[[Convert], None], tmp_path: Path) -> None:
@@ -134,6 +165,16 @@ def convert(weights, target, report):
     assert sorted(path.name for path in place.parent.iterdir()) == [".toy-v3.lock", "toy-v3"]
 
 
+def test_other_users_may_read_a_converted_model_as_the_umask_says(toy: Callable[[Convert], None]) -> None:
+    def convert(weights: Path, target: Path, report: Callable[[str], None]) -> None:
+        (target / "model").touch(0o600)  # as safetensors does
+        (target / "config.json").touch()
+
+    toy(convert)
+    ours, theirs = (path.stat().st_mode for path in sorted(assets.prepare("toy", print).iterdir()))
+    assert ours == theirs
+
+
 def test_two_concurrent_conversions_convert_once(
     toy: Callable[[Convert], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +182,7 @@ def test_two_concurrent_conversions_convert_once(
     flock = fcntl.flock
 
     def watched_flock(file: object, operation: int) -> None:
-        if inside.is_set():
+        if inside.is_set() and not operation & fcntl.LOCK_NB:
             second_waits.set()
         flock(file, operation)  # type: ignore[arg-type]
 
@@ -152,13 +193,15 @@ def test_two_concurrent_conversions_convert_once(
         copy(weights, target, report)
 
     toy(convert)
+    notes: list[str] = []
     monkeypatch.setattr(fcntl, "flock", watched_flock)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(assets.prepare, "toy", print)
         assert inside.wait(60)
-        second = pool.submit(assets.prepare, "toy", print)
+        second = pool.submit(assets.prepare, "toy", notes.append)
         assert first.result(60) == second.result(60)
     assert len(conversions) == 1
+    assert notes == ["waiting for another process that converts it"]
 
 
 def test_weights_with_another_checksum_are_refused(toy: Callable[[Convert], None], tmp_path: Path) -> None:

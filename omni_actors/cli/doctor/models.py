@@ -54,8 +54,8 @@ def _cache(name: str, find: Callable[[], Path], variable: str) -> Finding:
         remedy = f"make {place} readable, or name another directory in {variable}"
         return warning("models", name, f"{place}: {failure.strerror}", remedy)
     found = f"{place}: {filesize.decimal(free)} free" + ("" if is_there else ", not made yet")
-    if not os.access(there, os.W_OK):
-        remedy = f"make {there} writable, or name another directory in {variable}"
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        remedy = f"make {there} a directory that can be written, or name another one in {variable}"
         return warning("models", name, f"{place}: not writable", remedy)
     if free < LITTLE_DISK:
         return warning("models", name, found, f"free some space, or name another directory in {variable}")
