@@ -20,7 +20,8 @@ Rules
 5. Cancellation: an engine is never interrupted. ``abort``, pausing and new requests are handled between two calls, so a
    step should take well under a second. A call that lasts longer than the stage's step timeout counts as a hang: the
    supervisor kills the worker.
-6. Recovery: a request can survive the death of a worker if its engine is one of these (see ``registry.EngineSpec``).
+6. Recovery: a request can survive the death of a worker if its engine is one of these, as ``registry.EngineSpec``
+   states, or the stage in the pipeline's file (``deterministic``, ``resumable``).
    *Deterministic*: its outputs depend on parameters and input chunks alone. A new incarnation computes them again.
    *Resumable*: it names, in each output, what it decided for it (``StageOutput.decisions``). A new incarnation gets the
    input and these decisions (``StageRequest.journal``), puts out the same outputs again, and decides on from there. A
@@ -144,7 +145,7 @@ class Chunk(msgspec.Struct, frozen=True):
     tensors: Mapping[str, Tensor]
     """Views, valid until ``feed`` returns (rule 2)."""
     data: Mapping[str, Any]
-    """Small values: text, counts, flags. These are copies."""
+    """Small values: text, counts, flags. These are copies. ``docs/pipelines.md`` says what a client's chunks have."""
 
 
 class StageOutput(msgspec.Struct, frozen=True):
