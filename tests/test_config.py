@@ -186,6 +186,9 @@ def test_an_engine_that_needs_a_model_is_refused_without_one(good: Path) -> None
         pytest.param("a: 1\n--- \nb: 2\n", 2, id="two documents"),
         pytest.param("name: !!python/name:os.system\n", 1, id="a tag that is not plain YAML"),
         pytest.param("name: x\nstages: [1,\n  2026-99-99]\n", 3, id="an impossible date"),
+        pytest.param("name: x\nlimits: !!int\n", 2, id="an integer without a digit"),
+        pytest.param("name: !!bool maybe\n", 1, id="neither true nor false"),
+        pytest.param("name: !!timestamp never\n", 1, id="no time"),
         pytest.param("name: x\nstages: &all {a: *all}\n", 2, id="a mapping inside itself"),
         pytest.param("name: x\nstages: &all [*all]\n", 2, id="a list inside itself"),
     ],
@@ -370,7 +373,7 @@ def test_parse_overrides_reads_values_as_yaml() -> None:
     }
 
 
-@pytest.mark.parametrize("assignment", ["a", "=1", "", "a=[1", "a=2026-99-99", "a=!!python/name:os.system"])
+@pytest.mark.parametrize("assignment", ["a=!!int", "a", "=1", "", "a=[1", "a=2026-99-99", "a=!!python/name:os.system"])
 def test_parse_overrides_refuses_a_malformed_assignment(assignment: str) -> None:
     with pytest.raises(ConfigError, match=r"^--set: ") as caught:
         config.parse_overrides([assignment])

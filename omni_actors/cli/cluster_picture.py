@@ -13,6 +13,7 @@ from rich.tree import Tree
 
 from omni_actors.cluster.placement import PARENT, Node, PlaceMap, first_workers, place
 from omni_actors.config import Pipeline
+from omni_actors.config.document import Loader
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.messages import CLIENT, CLIENT_ADDRESS, Address
 
@@ -22,7 +23,7 @@ NODES_EXAMPLE = "a list of nodes, such as: [{name: here, cpus: 8}, {name: g1, la
 def read_nodes(path: Path) -> list[Node]:
     """Read a YAML file that lists nodes; the first one gets the label of the parent's node. Raises ConfigError."""
     try:
-        nodes = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), list[Node])
+        nodes = msgspec.convert(yaml.load(path.read_text(encoding="utf-8"), Loader), list[Node])
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
         raise ConfigError(str(path), "(document)", " ".join(str(error).split()), NODES_EXAMPLE) from error
     names = [node.name for node in nodes]

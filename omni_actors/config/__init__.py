@@ -16,7 +16,7 @@ import msgspec
 import yaml
 
 from omni_actors.config.checks import pipeline_from
-from omni_actors.config.document import DEFAULT, Assignments, Document, leaves, problem_of
+from omni_actors.config.document import DEFAULT, Assignments, Document, Loader, leaves, problem_of
 from omni_actors.config.schema import Autoscale, Cluster, Limits, Pipeline, Restart, RoutingPolicy, Stage
 from omni_actors.config.sources import config_names, read
 from omni_actors.errors import ConfigError
@@ -107,7 +107,7 @@ def parse_overrides(assignments: Iterable[str]) -> Assignments:
         if not equals or not path:
             raise ConfigError(overrides.origin, assignment, assignment, "path.to.value=VALUE")
         try:
-            overrides[path] = yaml.safe_load(value)
+            overrides[path] = yaml.load(value, Loader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(overrides.origin, path, value, f"valid YAML ({problem_of(error)})") from error
     return overrides

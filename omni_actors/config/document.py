@@ -178,6 +178,16 @@ class Document:
         return self.origins[written] if written else self.file
 
 
+class Loader(yaml.SafeLoader):
+    """Makes values, and tells the place of one that it cannot make, such as the date 2026-99-99."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # the last two: a text that does not fit its tag
+            raise yaml.constructor.ConstructorError(None, None, f"no {node.tag}: {error}", node.start_mark) from error
+
+
 def one_of(found: object, accepted: Iterable[str], *, also: Iterable[str] = ()) -> str:
     """Return the accepted names as words, with a suggestion where one of them, or of ``also``, resembles ``found``."""
     names, typed = list(accepted), str(found)
@@ -213,16 +223,6 @@ def _has_tokenizer(stage: Mapping[str, Any]) -> bool:
     return spec is not None and spec.has_tokenizer
 
 
-class _Loader(yaml.SafeLoader):
-    """Makes values, and tells the place of one that it cannot make, such as the date 2026-99-99."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except ValueError as error:
-            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
-
-
 def _length(node: yaml.Node, known: dict[yaml.Node, int | None]) -> int:
     """Return the characters of a value, and one more for each value inside, with its aliases written out.
 
@@ -244,7 +244,7 @@ def _length(node: yaml.Node, known: dict[yaml.Node, int | None]) -> int:
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the document, and the line of each value by its path."""
     lines: dict[str, int] = {}
-    constructor = _Loader("")
+    constructor = Loader("")
 
     def build(node: yaml.Node, prefix: str) -> Any:
         lines[prefix] = node.start_mark.line + 1
