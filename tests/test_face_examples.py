@@ -1,7 +1,7 @@
 """The examples for callers without trio: a notebook, an asyncio service and a plain script.
 
 They run with a pipeline of engines without models in the shape of "voice". The notebook also runs in an IPython kernel.
-Of the other examples, only their errors are here.
+The other examples are tested for their errors only.
 """
 
 from __future__ import annotations

@@ -217,7 +217,8 @@ def prepare(name_or_path: str, report: Report) -> Path:
     except ModelNotFound:
         raise
     except Exception as error:  # of the disk, or of the libraries that write to it
-        cause = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        text = getattr(error, "strerror", None) or " ".join(str(error).split())
+        cause = text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
         raise ModelNotFound(name_or_path, f"it cannot be converted in {place.parent} ({cause})") from error
     return place
 

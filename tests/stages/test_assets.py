@@ -111,13 +111,18 @@ def test_a_model_is_converted_once_without_importing_its_package(
     assert assets.resolve("toy") == assets.prepare("toy", pytest.fail) == place
 
 
-def test_a_conversion_that_fails_leaves_nothing(toy: Callable[[Convert], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "cause"), [(OSError("disk full"), "disk full"), (KeyError("lm_head"), "KeyError: 'lm_head'")]
+)
+def test_a_conversion_that_fails_leaves_nothing(
+    toy: Callable[[Convert], None], tmp_path: Path, error: Exception, cause: str
+) -> None:
     def fail(weights: Path, target: Path, report: Callable[[str], None]) -> None:
         (target / "model").write_text("half")
-        raise OSError("disk full")
+        raise error
 
     toy(fail)
-    with pytest.raises(ModelNotFound, match=r"cannot be converted in .*cache \(disk full\)"):
+    with pytest.raises(ModelNotFound, match=rf"cannot be converted in .*cache \({cause}\)"):
         assets.prepare("toy", print)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".toy-v3.lock"]
     assert not assets.is_ready("toy")
